@@ -1,0 +1,7 @@
+"""`python -m gradgen`."""
+
+import sys
+
+from gradgen.cli import main
+
+sys.exit(main())

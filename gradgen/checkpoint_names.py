@@ -1,0 +1,74 @@
+"""Whether two weights would have one checkpoint name, and so silently share a gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from gradgen.expr import ExprError, evaluate, names
+from gradgen.model import Model, Weight
+
+_RUN = re.compile(r"[0-9]+")
+_MAX_INDEX = 100_000
+_MAX_FLAGS = 10
+
+
+@dataclass(frozen=True)
+class Named:
+    """A checkpoint name, perhaps with {i} for an index below `count`."""
+
+    text: str
+    count: int
+    owner: str
+
+    def has(self, name: str) -> bool:
+        before, _, after = self.text.partition("{i}")
+        index = name[len(before) : len(name) - len(after)]
+        fits = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
+        return fits and index.isdecimal() and str(int(index)) == index and int(index) < self.count
+
+    def expand(self) -> Iterator[str]:
+        return (self.text.replace("{i}", str(i)) for i in range(min(self.count, _MAX_INDEX)))
+
+
+def clash(entries: Iterable[Named]) -> tuple[Named, Named, str] | None:
+    """Two entries that share a name, and the name. `layer.{i}.norm` and `layer.7.norm` do when count > 7."""
+    exact: dict[str, Named] = {}
+    patterns: dict[str, list[Named]] = {}
+    for entry in entries:
+        if entry.text in exact:
+            return exact[entry.text], entry, entry.text.replace("{i}", "0")
+        exact[entry.text] = entry
+        if "{i}" in entry.text:
+            patterns.setdefault(re.sub(r"[0-9]*\{i\}[0-9]*", "{i}", entry.text), []).append(entry)
+    for alike in patterns.values():
+        for a, b in zip(alike, alike[1:], strict=False):
+            shared = sorted(set(a.expand()) & set(b.expand()))
+            if shared:
+                return a, b, shared[0]
+    for entry in exact.values():
+        for run in _RUN.finditer(entry.text) if "{i}" not in entry.text else ():
+            for other in patterns.get(entry.text[: run.start()] + "{i}" + entry.text[run.end() :], ()):
+                if other.has(entry.text):
+                    return other, entry, entry.text
+    return None
+
+
+def exclusive(a: Weight, b: Weight, model: Model) -> bool:
+    """Whether `when` keeps the two from existing together. Conditions over dims wait for configurations."""
+    if a.when is None or b.when is None:
+        return False
+    used = sorted(names(a.when) | names(b.when))
+    flags = {flag.name for flag in model.flags}
+    if len(used) > _MAX_FLAGS or not set(used) <= flags:
+        return True
+    try:
+        return not any(
+            evaluate(a.when, env) and evaluate(b.when, env)
+            for values in product((False, True), repeat=len(used))
+            for env in [dict(zip(used, values, strict=True))]
+        )
+    except ExprError:
+        return True

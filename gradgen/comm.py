@@ -1,0 +1,167 @@
+"""Communicators: how the ranks of a data-parallel run reach each other.
+
+    comm = gradgen.comm.single()           # one rank
+    comms = gradgen.comm.threads(4)        # four ranks in one process; comms[r] belongs to the thread that plays rank r
+    comm = gradgen.comm.from_torch()       # the torch.distributed group that torchrun set up
+
+A communicator is made here and opened by the runtime of the manager that it is given to. It can also be used by itself:
+`comm.all_reduce(tensor)`, `comm.reduce_scatter(out, input)`, `comm.all_to_all(out, input)`, `comm.all_gather(out, input)`,
+`comm.barrier()`, `comm.gather_objects(bytes)`. Tensors are contiguous host memory: NumPy arrays, torch tensors, gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+DEFAULT_TIMEOUT = 600.0  # seconds, for ranks of one process
+
+
+class Communicator:
+    """One rank's end. `timeout` (seconds) bounds every wait for another rank."""
+
+    def __init__(self, rank: int, world_size: int, timeout: float, open_native: Callable[[Any], Any]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._open_native = open_native
+        self._native: Any = None
+        self._runtime: Any = None
+
+    def native(self, runtime: Any = None) -> Any:
+        """The runtime's communicator. Opened once: all managers of a process share one runtime."""
+        if self._native is None:
+            if runtime is None:
+                from gradgen.importer import runtime_module
+
+                runtime = runtime_module()
+            self._native, self._runtime = self._open_native(runtime), runtime
+        elif runtime is not None and runtime is not self._runtime:
+            from gradgen.diagnostics import StateError
+
+            raise StateError(
+                "this communicator is open in another gradgen runtime: all modules of a process must be built by one gradgen; "
+                "rebuild them with `gradgen build`"
+            )
+        return self._native
+
+    @property
+    def transport(self) -> str:
+        """"single", "threads", "shared" (ranks map each other's memory) or "group" (the process group's own collectives)."""
+        return str(self.native().transport)
+
+    def all_gather(self, out: Any, input: Any) -> None:  # noqa: A002 - torch's name
+        """out = every rank's input, in rank order."""
+        self.native().all_gather(out, input)
+
+    def all_to_all(self, out: Any, input: Any) -> None:  # noqa: A002
+        """Slice r of input goes to rank r; slice r of out comes from rank r."""
+        self.native().all_to_all(out, input)
+
+    def reduce_scatter(self, out: Any, input: Any) -> None:  # noqa: A002
+        """out = the sum over ranks of slice `rank` of input, in rank order in fp32, rounded once."""
+        self.native().reduce_scatter(out, input)
+
+    def all_reduce(self, tensor: Any) -> None:
+        """In place: the sum over ranks, in rank order in fp32, rounded once."""
+        self.native().all_reduce(tensor)
+
+    def barrier(self) -> None:
+        self.native().barrier()
+
+    def gather_objects(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes (of any length), in rank order."""
+        return list(self.native().gather_objects(mine))
+
+    def abort(self, why: str) -> None:
+        """Wakes every rank that waits with a CommError that says why; reset() on every rank makes it usable again."""
+        self.native().abort(why)
+
+    def reset(self) -> None:
+        self.native().reset()
+
+    def close(self) -> None:
+        """Leaves. Ranks that wait for this one get PeerLost."""
+        if self._native is not None:
+            self._native.close()
+
+    def __repr__(self) -> str:
+        return f"<gradgen communicator: rank {self.rank} of {self.world_size}>"
+
+
+class Threads(Sequence[Communicator]):
+    """The communicators of n ranks in one process, indexed by rank."""
+
+    def __init__(self, world_size: int, timeout: float) -> None:
+        self._lock = threading.Lock()
+        self._natives: dict[int, list[Any]] = {}
+
+        def opener(rank: int) -> Callable[[Any], Any]:
+            def open_native(runtime: Any) -> Any:
+                with self._lock:
+                    if id(runtime) not in self._natives:
+                        self._natives[id(runtime)] = runtime.threads_communicators(world_size, timeout)
+                    return self._natives[id(runtime)][rank]
+
+            return open_native
+
+        self._ranks = [Communicator(rank, world_size, timeout, opener(rank)) for rank in range(world_size)]
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._ranks)
+
+
+def single() -> Communicator:
+    """One rank, alone."""
+    return Communicator(0, 1, DEFAULT_TIMEOUT, lambda runtime: runtime.single_communicator())
+
+
+def threads(n: int, timeout: float = DEFAULT_TIMEOUT) -> Threads:
+    """n ranks in one process, one a thread. Raises ValueError for n < 1 or a timeout that is not positive (seconds)."""
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"threads(n) takes the number of ranks, an integer, not {n!r}")
+    if n < 1:
+        raise ValueError(f"threads(n) needs at least one rank, got {n}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    return Threads(n, timeout)
+
+
+def from_torch(process_group: Any = None, timeout: float | None = None, transport: str = "auto") -> Communicator:
+    """The ranks of a torch.distributed group, the default one when None. Collective: every rank of the group calls it.
+
+    transport: "shared" maps the memory of the other ranks (all on one host); "group" uses the group's own collectives;
+    "auto" takes "shared" where every rank can, else "group" on every rank. `timeout` in seconds, the group's own when None.
+    Raises StateError without a default group, ValueError when this rank is not in the group, CommError when the group is gone.
+    """
+    if transport not in ("auto", "shared", "group"):
+        raise ValueError(f"transport must be 'auto', 'shared' or 'group', got {transport!r}")
+    from gradgen.comm_torch import TorchTransport, default_group_info
+
+    info = default_group_info(process_group)
+    limit = info.timeout if timeout is None else timeout
+    if not limit > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {limit}")
+
+    def open_native(runtime: Any) -> Any:
+        if info.world == 1:
+            return runtime.single_communicator()
+        group = TorchTransport(process_group)
+        if transport != "group":
+            from gradgen.diagnostics import CommError
+
+            try:
+                return runtime.shared_communicator(info.rank, info.world, limit, group.gather_objects)
+            except CommError:
+                if transport == "shared":
+                    raise
+        return runtime.group_communicator(info.rank, info.world, group)
+
+    return Communicator(info.rank, info.world, limit, open_native)

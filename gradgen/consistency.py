@@ -1,0 +1,152 @@
+"""What one entity alone cannot tell: names that clash, ties, and presets that break a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gradgen.checkpoint_names import exclusive
+from gradgen.configure import check_dim, configure, materialize
+from gradgen.diagnostics import ConfigError, Diagnostic, did_you_mean, quote, suggest
+from gradgen.expr import Expr, ExprError, evaluate, names, short, to_text
+from gradgen.expr_types import same_size
+from gradgen.model import Model, Preset, Weight
+from gradgen.scope import BROKEN
+from gradgen.source import Source
+
+
+def clashes(model: Model) -> Iterator[Diagnostic]:
+    """Names that two weights share, and ties that lead nowhere. Holds for every configuration."""
+    seen: dict[str, Weight] = {}
+    groups = [("", model.weights), *((block.name + ".", block.weights) for block in model.blocks)]
+    for prefix, weights in groups:
+        for weight in weights:
+            name = prefix + weight.name
+            other = seen.setdefault(name, weight)
+            if other is not weight and not exclusive(other, weight, model):
+                both = f"{quote(other.id)} and {quote(weight.id)}"
+                message = f"weights {both} have one checkpoint name, {quote(name)}"
+                hint = f"the first stands in line {other.place.line}"
+                yield Diagnostic(weight.place, message, "duplicate-name", hint)
+        yield from _ties(weights)
+
+
+def _ties(weights: Sequence[Weight]) -> Iterator[Diagnostic]:
+    by_id = {weight.id: weight for weight in weights}
+    for weight in weights:
+        tie = weight.tied_to
+        if tie is None:
+            continue
+        owner = by_id.get(tie.weight)
+        if owner is None:
+            message = f"weight {quote(weight.id)} is tied to the unknown weight {quote(tie.weight)}"
+            hint = did_you_mean(tie.weight, by_id) or "a tie is to a weight of the same block"
+        elif owner is weight:
+            message, hint = (
+                f"weight {quote(weight.id)} is tied to itself",
+                "name the weight that owns the tensor",
+            )
+        elif owner.tied_to is not None:
+            line = owner.tied_to.place.line
+            message = (
+                f"weight {quote(weight.id)} is tied to {quote(owner.id)}, which is tied itself (line {line})"
+            )
+            hint = "tie both to the weight that owns the tensor"
+        elif not _same_shape(owner, weight):
+            theirs = f"{quote(owner.id)} of shape {_shape(owner)} (line {owner.place.line})"
+            message = f"weight {quote(weight.id)} of shape {_shape(weight)} is tied to {theirs}"
+            hint = "tied weights are one tensor"
+        else:
+            continue
+        yield Diagnostic(tie.place, message, "tie", hint)
+
+
+def _same_shape(a: Weight, b: Weight) -> bool:
+    if any(size is BROKEN for size in (*a.shape, *b.shape)):
+        return True
+    return len(a.shape) == len(b.shape) and all(map(_maybe_same_size, a.shape, b.shape))
+
+
+def _maybe_same_size(a: Expr, b: Expr) -> bool:
+    """Sizes with // and the like can be equal for all values that matter: presets and configurations tell."""
+    text = to_text(a) + to_text(b)
+    return same_size(a, b) or any(part in text for part in ("//", "%", "ceil_div", "min", "max"))
+
+
+def _shape(weight: Weight) -> str:
+    return "[" + ", ".join(short(size) for size in weight.shape) + "]"
+
+
+def findings(model: Model, source: Source) -> Iterator[Diagnostic]:
+    """What presets and constants show. The model must be free of other findings."""
+    constant = list(_constants(model))
+    yield from constant
+    for preset in model.presets:
+        values = list(_preset_values(model, preset, source))
+        yield from values
+        if not values and not constant:
+            yield from _preset(model, preset)
+
+
+def _preset_values(model: Model, preset: Preset, source: Source) -> Iterator[Diagnostic]:
+    dims = {dim.name for dim in model.dims}
+    flags = {flag.name for flag in model.flags}
+    for name, value in preset.values:
+        path = ("presets", preset.name, name)
+        if name not in dims | flags:
+            hint = suggest(name, [*(d.name for d in model.dims), *(f.name for f in model.flags)])
+            message = f"preset {quote(preset.name)} sets the unknown dim or flag {quote(name)}"
+            yield Diagnostic(source.key(path), message, "preset", hint)
+            continue
+        try:
+            if name in dims:
+                check_dim(name, value)
+            elif not isinstance(value, bool):
+                raise ConfigError(f"flag {quote(name)} must be true or false, got {value}")
+        except ConfigError as error:
+            yield Diagnostic(source.place(path), f"preset {quote(preset.name)}: {error}", "preset")
+
+
+def _preset(model: Model, preset: Preset) -> Iterator[Diagnostic]:
+    def found(message: str, code: str = "preset", hint: str = "") -> Diagnostic:
+        return Diagnostic(preset.place, f"preset {quote(preset.name)}: {message}", code, hint)
+
+    try:
+        concrete = materialize(model, configure(model, dict(preset.values)))
+    except ConfigError as error:
+        yield found(str(error).removeprefix(f"{model.name}: "))
+        return
+    for block in concrete.blocks:
+        if block.count < 1:
+            yield found(
+                f"block {quote(block.id)} has a count of {block.count}", hint="a stack has at least one block"
+            )
+    for weight in (*concrete.weights, *(w for block in concrete.blocks for w in block.weights)):
+        rows = weight.shape[0] if weight.shape else 0
+        if weight.shard.kind == "rows" and rows % weight.shard.rows:
+            units = f"{rows} rows, which units of {weight.shard.rows} do not divide"
+            yield found(f"weight '{weight.id}' has {units}", "rows", "change `rows` or the shape")
+
+
+def _constants(model: Model) -> Iterator[Diagnostic]:
+    """Sizes and conditions without dims are known now."""
+    for weight in (*model.weights, *(w for block in model.blocks for w in block.weights)):
+        for size in weight.shape:
+            if not names(size):
+                yield from _constant(size, weight)
+        for condition in (weight.when, weight.trainable, weight.zero):
+            if condition is not None and not names(condition):
+                yield from _constant(condition, weight)
+    for block in model.blocks:
+        if not names(block.count):
+            yield from _constant(block.count, block.weights[0])
+
+
+def _constant(expr: Expr, weight: Weight) -> Iterator[Diagnostic]:
+    try:
+        value = evaluate(expr, {})
+    except ExprError as error:
+        message = f"weight {quote(weight.id)}: {error}"
+        yield Diagnostic(weight.place, message, "expression")
+        return
+    if value < 0:
+        yield Diagnostic(weight.place, f"weight {quote(weight.id)} has a size of {value}", "too-small")

@@ -1,0 +1,154 @@
+"""Loads built modules: verified first, the runtime before the model, each once a process.
+
+A built package imports this. Nothing here imports yaml, jinja2, jsonschema or torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from gradgen import manifest
+from gradgen.diagnostics import CacheError
+
+RUNTIME = "gradgen_runtime_"
+_lock = threading.RLock()
+_verified: set[Path] = set()  # folders of the cache that were verified just now, by their key
+
+
+def native(package_file: str, model: str, text_hash: str) -> ModuleType:
+    """The compiled half of the package that `package_file` (its __init__.py) belongs to.
+
+    Raises CacheError, an ImportError, for a binary that is missing, damaged, or made from other text, by
+    another gradgen, or for another Python; it says how to build it again.
+    """
+    folder = Path(package_file).resolve().parent
+    again = f"; build it again: gradgen build specs/{model}.yaml -o {folder.parent.name}"
+    build = _chosen(folder, model, text_hash, again)
+    with _lock:
+        reason = None if folder in _verified else manifest.problem(folder, build)
+        if reason is not None:
+            raise CacheError(f"{folder}: {reason}{again}")
+        _load_runtime(folder, build, again)
+        return _load(build.module, folder / f"{build.module}.so", again)
+
+
+def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Build:
+    """The build for this Python, if it was made from this text and for this gradgen."""
+    try:
+        builds = manifest.read(folder)
+    except CacheError as error:
+        raise CacheError(f"{error}{again}") from error
+    tag = EXTENSION_SUFFIXES[0].removeprefix(".").removesuffix(".so")
+    build = builds.get(tag)
+    if build is None:
+        others = ", ".join(sorted(builds))
+        what = f"is built for {others}, and this is {tag}" if others else "is not built"
+        raise CacheError(f"the module of {model} in {folder} {what}{again}")
+    if build.model != model or f"{build.module}.so" not in build.files:
+        raise CacheError(
+            f"{folder / manifest.NAME} is of {build.model or 'the runtime'}, not of {model}{again}"
+        )
+    if build.text_hash != text_hash:
+        raise CacheError(f"the binary in {folder} is stale: its text has changed since it was built{again}")
+    if folder in _verified:
+        return build
+    from gradgen.keys import runtime_sources, sources_hash
+
+    if build.sources != sources_hash(runtime_sources()):
+        raise CacheError(f"the binary in {folder} was built by a gradgen with another runtime{again}")
+    return build
+
+
+def load_package(directory: str | Path, name: str, *, verified: bool = False) -> ModuleType:
+    """Imports the package folder `directory` as the module `name`. The same name twice is the same module.
+
+    `verified`: it is a folder of the cache and has just been found to be what its key says.
+    """
+    folder = Path(directory).resolve()
+    with _lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        if verified:
+            _verified.add(folder)
+        file = str(folder / "__init__.py")
+        spec = importlib.util.spec_from_file_location(
+            name, file, loader=_TextLoader(name, file), submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        finally:
+            _verified.discard(folder)
+        return module
+
+
+class _TextLoader(SourceFileLoader):
+    """Reads no compiled .pyc: a damaged one would be run unseen."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return compile(self.get_data(path), path, "exec", dont_inherit=True)
+
+
+def runtime_module() -> Any:
+    """The runtime of this process:
+
+    the one that a model brought, else the one of this gradgen, built if need be.
+    """
+    with _lock:
+        loaded = _loaded_runtime()
+        if loaded is not None:
+            return loaded
+        from gradgen.build import build_runtime
+        from gradgen.cache import hold
+        from gradgen.toolchain import find_toolchain
+
+        artifact = build_runtime(find_toolchain())
+        hold(artifact.path.parent)
+        _load_runtime(artifact.path.parent, artifact.build, "")
+        return _loaded_runtime()
+
+
+def _loaded_runtime() -> ModuleType | None:
+    return next((module for name, module in sys.modules.items() if name.startswith(RUNTIME)), None)
+
+
+def _load_runtime(folder: Path, build: manifest.Build, again: str) -> None:
+    """One runtime a process: a second one would bring a second set of the same classes."""
+    loaded = _loaded_runtime()
+    if loaded is not None and loaded.__name__ != build.runtime_module:
+        raise CacheError(
+            f"the binary in {folder} needs the runtime {build.runtime_key[:8]}, and this process already uses "
+            f"another one ({loaded.__file__}): build all modules of a process with one gradgen and one compiler{again}"
+        )
+    _load(build.runtime_module, folder / f"{build.runtime_module}.so", again)
+
+
+def _load(name: str, path: Path, again: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, str(path), loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        loader.exec_module(module)
+    except ImportError as error:
+        sys.modules.pop(name, None)
+        raise CacheError(f"{path} cannot be loaded ({error}){again}") from error
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module

@@ -1,0 +1,71 @@
+"""What decides about a binary, and nothing else. Same key: same binary, whoever built it, where and when.
+
+Not in a key: folders (compiling happens in a fresh one, with relative paths), the clock, times of files,
+environment variables (those that change what a compiler does are taken away from it, see compilers.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from gradgen import paths
+from gradgen.toolchain import LINK, ROLES, Toolchain
+
+PARTS = ("include", "src", "bindings")
+SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
+
+
+def runtime_sources() -> dict[str, bytes]:
+    """Every file of the runtime by relative name. Read once: what is hashed is what is compiled."""
+    root = paths.runtime_dir()
+    files = (path for part in PARTS for path in (root / part).rglob("*") if path.suffix in SUFFIXES)
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(files)}
+
+
+def sources_hash(sources: Mapping[str, bytes]) -> str:
+    """Names too: moving a header changes what `#include` finds."""
+    return _hash(*(part for name, content in sorted(sources.items()) for part in (name.encode(), content)))
+
+
+def runtime_key(sources: Mapping[str, bytes], toolchain: Toolchain) -> str:
+    return _hash(
+        sources_hash(sources).encode(),
+        toolchain.version.encode(),  # other compilers make other code, and name C++ symbols differently
+        " ".join(
+            toolchain.command[1:]
+        ).encode(),  # options in CXX; the path of the compiler is none of the binary's
+        repr((toolchain.flags, sorted(ROLES.items()), LINK)).encode(),
+        # A home folder is mounted on machines with other CPUs; code for the wrong one ends with SIGILL.
+        toolchain.arch.encode(),
+        toolchain.python_tag.encode(),  # another Python has other structures in memory
+        toolchain.pybind11_version.encode(),  # its types are shared between modules of equal internals only
+        toolchain.device.encode(),
+    )
+
+
+def model_key(files: Mapping[str, str], model: str, runtime: str) -> str:
+    """The runtime's key holds the toolchain;
+
+    Python text counts too, because it is imported from the same folder.
+    """
+    texts = (part for name, text in sorted(files.items()) for part in (name.encode(), text.encode()))
+    return _hash(runtime.encode(), model.encode(), *texts)
+
+
+def text_hash(files: Mapping[str, str]) -> str:
+    """What a package's __init__.py says its binary must be made from (`render.text_hash`, without Jinja)."""
+    parts = (
+        part
+        for name, text in sorted(files.items())
+        if name != "__init__.py"
+        for part in (name.encode(), text.encode())
+    )
+    return _hash(*parts)[:16]
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()

@@ -1,0 +1,312 @@
+"""The Python side of a built model: its configuration class, its manager class, and what needs no C++.
+
+A generated package calls `bind_package`; nothing here imports yaml, jinja2, jsonschema or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from gradgen.model import Model
+    from gradgen.plan import Plan
+
+
+class WeightRecord(NamedTuple):
+    """One weight that exists in a configuration. `name` is its full checkpoint name; `tied_to` the name of the owner."""
+
+    name: str
+    id: str
+    block: str | None
+    layer: int | None
+    shape: tuple[int, ...]
+    trainable: bool
+    zero: bool
+    may_be_absent: bool
+    tied_to: str | None
+
+
+class Package(NamedTuple):
+    """A built model: its native module and the folder that holds its text."""
+
+    native: Any
+    folder: Path
+    runtime: Any
+
+    def model(self) -> Model:
+        from gradgen.serialize import model_from_json
+
+        return model_from_json((self.folder / "model.json").read_text(encoding="utf-8"))
+
+
+class BaseConfig:
+    """Dimensions and flags of a model, keyword-only. Defaults are filled in and requirements checked by the constructor."""
+
+    _package: Package
+
+    @classmethod
+    def preset(cls, name: str, **changes: int | bool) -> Any:
+        """A published size, with some values changed. Raises UsageError that lists the presets."""
+        from gradgen.configure import preset
+
+        return cls(**{**preset(cls._package.model(), name), **changes})
+
+    @classmethod
+    def from_hf(cls, config: Any, **changes: int | bool) -> Any:
+        """From a transformers configuration (or a dict with its keys)."""
+        from gradgen.configure import from_hf
+
+        return cls(**{**from_hf(cls._package.model(), config), **changes})
+
+    def values(self) -> dict[str, int]:
+        raise NotImplementedError  # the native class has it
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{k}={v}' for k, v in self.values().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.values() == other.values()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values().items()))
+
+
+class BaseGradientManager:
+    """Owns the gradients of one rank. See `docs/contract.md` for what it promises.
+
+    config: dims and flags. comm: a communicator (None: one rank). strategy: an id of the spec's strategies.
+    dtype: of the gradients that backward produces; accumulator: of sums (None: dtype); wire: of what travels (None: dtype for
+    sharded blocks, the accumulator's for full ones); dtypes are "float32", "float64", "bfloat16", "float16".
+    rounding, wire_rounding: "nearest" or "stochastic". seed: of stochastic rounding. divide: "mean" (over ranks), or the number
+    that the sum over ranks and micro-steps is divided by. block_buffers: full-size blocks that exist at once when sharded.
+    nonfinite: what the end of a step does with inf and nan: "ignore", "skip" (see step_skipped) or "raise".
+    Raises ConfigError for what the model or strategy cannot do, MismatchError where ranks differ.
+    """
+
+    _package: Package
+    _strategies: tuple[str, ...]
+
+    def __init__(
+        self,
+        config: Any,
+        comm: Any = None,
+        *,
+        strategy: str | None = None,
+        dtype: Any = "float32",
+        accumulator: Any = None,
+        wire: Any = None,
+        device: Any = "cpu",
+        rounding: str = "nearest",
+        wire_rounding: str = "nearest",
+        seed: int = 0,
+        divide: float | str = "mean",
+        block_buffers: int = 2,
+        nonfinite: str = "ignore",
+        poison: bool = False,
+    ) -> None:
+        from gradgen.comm import single
+
+        package = self._package
+        if not isinstance(config, package.native.Config):
+            raise TypeError(f"config must be a {package.native.model_name}.Config, got {type(config).__name__}")
+        if str(device) != "cpu":
+            from gradgen.diagnostics import UsageError
+
+            raise UsageError(f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available")
+        comm = single() if comm is None else comm
+        strategy = self._strategies[0] if strategy is None else strategy
+        if strategy not in self._strategies:
+            raise ValueError(f"{package.native.model_name} has no strategy {strategy!r}; it has {', '.join(self._strategies)}")
+        options = package.runtime.Options(
+            dtype=_dtype(dtype),
+            accumulator=None if accumulator is None else _dtype(accumulator),
+            wire=None if wire is None else _dtype(wire),
+            rounding=rounding,
+            wire_rounding=wire_rounding,
+            seed=seed,
+            divide=_divide(divide),
+            block_buffers=block_buffers,
+            nonfinite=nonfinite,
+            poison=poison,
+        )
+        self.config = config
+        self.comm = comm
+        self.nonfinite = nonfinite
+        self.on_start: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+        self._options = {"dtype": _dtype(dtype), "accumulator": accumulator and _dtype(accumulator), "wire": wire and _dtype(wire)}
+        self._rounding, self._block_buffers, self._plan = rounding, block_buffers, {}  # type: ignore[var-annotated]
+        native = package.native.make_gradient_manager(config, comm.native(package.runtime), strategy, options)
+        self._native = native
+        # Bound methods of the native manager: a block costs one call, not two.
+        self.block_full = native.block_full
+        self.notify_block = native.notify_block
+        self.non_block_full = native.non_block_full
+        self.notify_non_block = native.notify_non_block
+        self.block_shard = native.block_shard
+        self.non_block_shard = native.non_block_shard
+        self.named_gradients = native.named_gradients
+        self.grad_norm = native.grad_norm
+        self.clip_grad_norm_ = native.clip_grad_norm_
+        self.scale_gradients = native.scale_gradients
+        self.zero_grad = native.zero_grad
+        self.reset = native.reset
+        self.close = native.close
+        self.trace = native.trace
+        self.memory = native.memory
+        self.strategy: str = native.strategy
+        self.dtype: str = native.dtype
+        self.accumulator: str = native.accumulator
+        self.wire: str = native.wire
+        self.direct: bool = native.direct
+        self.rank: int = native.rank
+        self.world_size: int = native.world_size
+        self.blocks: dict[str, int] = native.blocks
+        self._verify()
+
+    # A step
+
+    def start_micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> None:
+        """Begins micro-step `micro_step` of `micro_steps` (0-based). divide: replaces the divisor of this step from here on."""
+        self._native.start_micro_step(_index(micro_step, "micro_step"), _index(micro_steps, "micro_steps"), _divide(divide))
+        for callback in self.on_start:
+            callback()
+
+    def end_micro_step(self) -> None:
+        """Ends a micro-step; at the last one every gradient is reduced when this returns."""
+        for callback in self.on_end:
+            callback()
+        self._native.end_micro_step()
+
+    @contextmanager
+    def micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> Iterator[Any]:
+        """start_micro_step ... end_micro_step. An exception inside marks the manager failed on every rank: reset() mends it."""
+        self.start_micro_step(micro_step, micro_steps, divide)
+        try:
+            yield self
+        except BaseException as error:
+            self._native.fail(f"rank {self.rank} left micro-step {micro_step} of {micro_steps} with {type(error).__name__}: {error}"[:500])
+            raise
+        self.end_micro_step()
+
+    def set_divide(self, divide: Any) -> None:
+        """Sets the divisor of the current step, for example the global token count once it is known. A number or a 0-dim tensor."""
+        self._native.set_divide(_divide(divide))
+
+    # What is known
+
+    @property
+    def plan(self) -> Plan:
+        """What this manager does, from the same planner as `gradgen plan`; for one micro-step a step (see plan_for)."""
+        return self.plan_for(1)
+
+    def plan_for(self, micro_steps: int) -> Plan:
+        if micro_steps not in self._plan:
+            from gradgen.plan import plan
+
+            self._plan[micro_steps] = plan(
+                self._package.model(),
+                values=_typed(self._package, self.config),
+                dp=self.world_size,
+                ga=micro_steps,
+                strategy=self.strategy,
+                rounding=self._rounding,
+                block_buffers=self._block_buffers,
+                transport=self._native.transport,
+                **self._options,
+            )
+        return self._plan[micro_steps]
+
+    def weights(self) -> list[WeightRecord]:
+        """Every weight that exists in this configuration, in spec order."""
+        return [WeightRecord(*record) for record in self._native.weights()]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished; part of the key of stochastic rounding."""
+        return int(self._native.step)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._native.step = value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps with inf or nan in a gradient, where nonfinite is "skip" or "raise"."""
+        return int(self._native.skipped_steps)
+
+    @property
+    def step_skipped(self) -> bool:
+        """True after a step whose gradients must not be used (nonfinite="skip")."""
+        return bool(self._native.step_skipped)
+
+    @property
+    def transport(self) -> str:
+        return str(self._native.transport)
+
+    def __repr__(self) -> str:
+        name = self._package.native.model_name
+        return f"<{name}.GradientManager {self.strategy} {self.dtype}, rank {self.rank} of {self.world_size}, {self.memory()['total']:,} bytes>"
+
+    def _verify(self) -> None:
+        """The planner and the manager must agree on every offset and every byte: what was printed is what was built."""
+        from gradgen.plan import layout_text
+
+        plan, memory = self.plan, self.memory()
+        strategy = plan.strategy(self.strategy)
+        planned = (strategy.full_bytes, strategy.shard_bytes, strategy.staging_bytes, strategy.receive_bytes)
+        allocated = (memory["full"], memory["shards"], memory["staging"], memory["exchange"])
+        if layout_text(plan) != self._native.layout_text() or planned != allocated:
+            raise RuntimeError(
+                f"internal error, please report: {self._package.native.model_name} plans {planned} bytes and allocated {allocated}\n"
+                f"planned layout:\n{layout_text(plan)}\nmanager's layout:\n{self._native.layout_text()}"
+            )
+
+
+def bind_package(native: Any, package_file: str, strategies: tuple[str, ...]) -> tuple[type, type]:
+    """The Config and GradientManager classes of a built model."""
+    from gradgen.importer import runtime_module
+
+    package = Package(native, Path(package_file).parent, runtime_module())
+    config = type("Config", (BaseConfig, native.Config), {"_package": package, "values": native.Config.values, "__doc__": BaseConfig.__doc__})
+    manager = type(
+        "GradientManager", (BaseGradientManager,), {"_package": package, "_strategies": strategies, "__doc__": BaseGradientManager.__doc__}
+    )
+    return config, manager
+
+
+def _typed(package: Package, config: Any) -> dict[str, int | bool]:
+    """Values with flags as bools, as the planner wants them."""
+    flags = {flag.name for flag in package.model().flags}
+    return {name: bool(value) if name in flags else value for name, value in config.values().items()}
+
+
+def _dtype(dtype: Any) -> str:
+    """"bfloat16" from a name, a torch dtype or a NumPy dtype."""
+    text = str(getattr(dtype, "__name__", dtype))
+    return text.removeprefix("torch.")
+
+
+def _divide(divide: Any) -> float | None:
+    """None is the mean over ranks. Takes numbers and 0-dim tensors."""
+    if divide is None or isinstance(divide, str):
+        if divide in (None, "mean"):
+            return None
+        raise ValueError(f'divide must be "mean" or a positive number, got {divide!r}')
+    if isinstance(divide, bool):
+        raise TypeError("divide must be a number, not a bool")
+    value = float(divide)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"divide must be positive and finite, got {value}")
+    return value
+
+
+def _index(value: Any, name: str) -> int:
+    import operator
+
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not a bool")
+    return operator.index(value)

@@ -1,0 +1,133 @@
+"""What is compiled and linked for the runtime and for a model: relative paths only, in a fresh folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradgen import keys, manifest
+from gradgen.cache import Entry
+from gradgen.compilers import Command
+from gradgen.diagnostics import CacheError
+from gradgen.toolchain import Toolchain
+
+Sources = Mapping[str, bytes]
+BINDINGS = "bindings.cpp"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an entry of the cache comes about."""
+
+    entry: Entry
+    toolchain: Toolchain
+    files: Sources  # what is compiled, by relative path
+    shared: Path | None  # the runtime that a model links against
+    units: tuple[Command, ...]
+    link: Command
+    keep: frozenset[str]  # text that stays beside the binaries
+    runtime_key: str
+    sources: str
+    text_hash: str
+
+    def prepare(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        if self.shared is not None:
+            link_or_copy(self.shared, folder / self.shared.name)
+
+    def finish(self, folder: Path) -> manifest.Build:
+        """Removes what was only needed to compile, and writes the manifest last."""
+        binaries = [self.link.name, *([self.shared.name] if self.shared else [])]
+        for path in folder.iterdir():
+            if path.name not in self.keep and path.name not in (*binaries, ".owner"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        build = manifest.Build(
+            model=self.entry.model,
+            key=self.entry.key,
+            runtime_key=self.runtime_key,
+            sources=self.sources,
+            text_hash=self.text_hash,
+            python=self.toolchain.python_tag,
+            device=self.toolchain.device,
+            files={name: manifest.file_hash(folder / name) for name in binaries},
+        )
+        (folder / manifest.NAME).write_text(manifest.text({build.python: build}), encoding="utf-8")
+        return build
+
+
+def runtime_recipe(entry: Entry, sources: Sources, toolchain: Toolchain) -> Recipe:
+    """The core a file at a time, and all bindings as one.
+
+    Each file of bindings alone would spend most of its time on pybind11's headers: 38 s for six, 8 s for one.
+    """
+    define = f"-DGRADGEN_RUNTIME_MODULE={entry.name}"
+    core = [name for name in sources if name.startswith("src/") and name.endswith(".cpp")]
+    core.sort(key=lambda name: -len(sources[name]))  # the slow ones first: nothing is left to run alone
+    bindings = sorted(name for name in sources if name.startswith("bindings/") and name.endswith(".cpp"))
+    roles = {BINDINGS: "bindings", **dict.fromkeys(core, "core")}
+    objects = {name: name.replace("/", "_") + ".o" for name in roles}
+    library = f"{entry.name}.so"
+    return Recipe(
+        entry=entry,
+        toolchain=toolchain,
+        files={**sources, BINDINGS: "".join(f'#include "{name}"\n' for name in bindings).encode()},
+        shared=None,
+        units=tuple(
+            Command(name.replace("/", "_"), toolchain.compile(role, name, objects[name], define))
+            for name, role in roles.items()
+        ),
+        link=Command(library, toolchain.link(sorted(objects.values()), library)),
+        keep=frozenset(),
+        runtime_key=entry.key,
+        sources=keys.sources_hash(sources),
+        text_hash="",
+    )
+
+
+def model_recipe(
+    entry: Entry,
+    files: Mapping[str, str],
+    sources: Sources,
+    shared: Path,
+    runtime_key: str,
+    toolchain: Toolchain,
+) -> Recipe:
+    """The model's text against the headers that its runtime was made from."""
+    define = f"-DGRADGEN_MODEL_MODULE={entry.name}"
+    units = sorted(
+        (name for name in files if name.endswith(".cpp")), key=lambda name: (name != "module.cpp", name)
+    )
+    headers = {name: content for name, content in sources.items() if name.startswith("include/")}
+    library = f"{entry.name}.so"
+    return Recipe(
+        entry=entry,
+        toolchain=toolchain,
+        files={**headers, **{name: text.encode() for name, text in files.items()}},
+        shared=shared,
+        units=tuple(
+            Command(
+                name,
+                toolchain.compile("module" if name == "module.cpp" else "model", name, f"{name}.o", define),
+            )
+            for name in units
+        ),
+        link=Command(library, toolchain.link([*(f"{name}.o" for name in units), shared.name], library)),
+        keep=frozenset(files),
+        runtime_key=runtime_key,
+        sources=keys.sources_hash(sources),
+        text_hash=keys.text_hash(files),
+    )
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise CacheError(f"{source} has just been removed; try again") from None
+    except OSError:  # another file system, one without links, or another user's file
+        shutil.copyfile(source, target)

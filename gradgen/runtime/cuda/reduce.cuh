@@ -1,0 +1,227 @@
+// The one kernel behind reduce and scale: every group of eight elements is loaded, summed, scaled, rounded and stored once.
+#pragma once
+
+#include <type_traits>
+
+#include "element.cuh"
+#include "launch.h"
+#include "reduce_params.h"
+#include "statistics.cuh"
+
+#ifndef GT_U1
+#define GT_U1 1
+#endif
+#ifndef GT_UM
+#define GT_UM 1
+#endif
+#ifndef GT_BATCH
+#define GT_BATCH 8
+#endif
+#ifndef GT_MINB1
+#define GT_MINB1 1
+#endif
+#ifndef GT_MINBM
+#define GT_MINBM 1
+#endif
+
+namespace gradgen::cuda {
+
+/// One launch's view of ReduceParams for the types at hand.
+template <class T, class S, bool kStochastic, bool kWire, bool kMany>
+struct Reducer {
+    using V = Compute<T>;
+    // Loads in flight of a thread: several groups where there is one source, else several sources.
+    static constexpr int kUnroll = kMany ? GT_UM : GT_U1;
+    static constexpr int kBatch = !kMany ? 1 : GT_BATCH * 2 / static_cast<int>(sizeof(S)) < 1 ? 1 : GT_BATCH * 2 / static_cast<int>(sizeof(S));
+
+    const ReduceParams& p;
+    RandomStream random, wire_random;
+    V factor;
+
+    __device__ __forceinline__ explicit Reducer(const ReduceParams& params)
+        : p(params), random(params.rounding, params.counters), wire_random(params.wire_rounding, params.counters) {
+        factor = static_cast<V>(p.scale);
+        if (p.device_scale) factor *= static_cast<V>(*p.device_scale);
+    }
+
+    __device__ __forceinline__ const S* source(int r, const CudaTile& tile) const {
+        return static_cast<const S*>(p.sources[r]) + (p.packed >> r & 1 ? tile.shard : tile.source);
+    }
+    __device__ __forceinline__ T* target(const CudaTile& tile) const {
+        return static_cast<T*>(p.target) + (p.target_in_arena ? tile.source : tile.shard);
+    }
+
+    /// No fused multiply-add may join the sum with anything: __fadd_rn and __dadd_rn are never contracted.
+    static __device__ __forceinline__ float sum(float a, float b) { return __fadd_rn(a, b); }
+    static __device__ __forceinline__ double sum(double a, double b) { return __dadd_rn(a, b); }
+
+    /// A source's values as the wire would have carried them.
+    __device__ __forceinline__ void through_wire(Compute<S> (&y)[8], const uint4& bits) const {
+        if constexpr (kWire) {
+            const bool stochastic = p.wire_rounding.stochastic;
+            if (p.wire == DType::bf16) {
+                stochastic ? narrow<bf16, true>(y, bits) : narrow<bf16, false>(y, bits);
+            } else {
+                stochastic ? narrow<f16, true>(y, bits) : narrow<f16, false>(y, bits);
+            }
+        }
+    }
+    __device__ __forceinline__ uint4 wire_bits(std::uint64_t group, std::uint32_t weight) const {
+        if (kWire && p.wire_rounding.stochastic) return wire_random.bits(group, weight);
+        return {};
+    }
+
+    __device__ __forceinline__ Group<T> finish(V (&x)[8], std::uint64_t group, std::uint32_t weight) const {
+        uint4 bits{};
+        if constexpr (kStochastic) bits = random.bits(group, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] *= factor;
+        return narrow<T, kStochastic>(x, bits);
+    }
+
+    /// kUnroll whole, aligned groups, kThreads apart. All loads of a batch are issued before the first is used.
+    __device__ __forceinline__ void whole_groups(const CudaTile& tile, int first, Statistics& statistics) const {
+        T* const to = target(tile) + 8 * first;
+        Group<T> old[kUnroll];
+        if (!p.overwrite) {
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) old[u] = load_group(to + 8 * kThreads * u);
+        }
+        V x[kUnroll][8];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[u][j] = static_cast<V>(p.initial);
+        }
+        const int count = kMany ? p.count : 1;
+#pragma unroll 1
+        for (int r = 0; r < count; r += kBatch) {
+            Group<S> raw[kBatch][kUnroll];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                if (b > 0 && r + b >= count) continue;
+                const S* const from = source(r + b, tile) + 8 * first;
+#pragma unroll
+                for (int u = 0; u < kUnroll; ++u) raw[b][u] = load_group(from + 8 * kThreads * u);
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                const uint4 bits = wire_bits(tile.group + first + kThreads * u, tile.weight + p.weight_offset);
+#pragma unroll
+                for (int b = 0; b < kBatch; ++b) {
+                    if (b > 0 && r + b >= count) continue;
+                    Compute<S> y[8];
+                    widen(raw[b][u], y);
+                    through_wire(y, bits);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) x[u][j] = sum(x[u][j], static_cast<V>(y[j]));
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            if (!p.overwrite) {
+                V y[8];
+                widen(old[u], y);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[u][j] = sum(x[u][j], y[j]);
+            }
+            store_group(to + 8 * kThreads * u, finish(x[u], tile.group + first + kThreads * u, tile.weight + p.weight_offset));
+            if (p.stats) statistics.add(x[u]);
+        }
+    }
+
+    /// Elements [begin, end) of one group, wherever they lie; the other values are zeros.
+    template <class E>
+    static __device__ __forceinline__ void gather(const E* from, int begin, int end, Compute<E> (&y)[8]) {
+        if (end - begin == 8 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) return widen(load_group(from), y);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = j >= begin && j < end ? to_compute(from[j]) : Compute<E>{0};
+    }
+
+    /// Part of a group, or one that is not aligned in some operand.
+    __device__ __forceinline__ void any_group(const CudaTile& tile, int index, Statistics& statistics) const {
+        const int begin = max(tile.begin - 8 * index, 0), end = min(tile.end - 8 * index, 8);
+        const std::uint64_t group = tile.group + index;
+        const std::uint32_t weight = tile.weight + p.weight_offset;
+        const uint4 bits = wire_bits(group, weight);
+        T* const to = target(tile) + 8 * index;
+        V x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = static_cast<V>(p.initial);
+#pragma unroll 1
+        for (int r = 0; r < p.count; ++r) {
+            Compute<S> y[8];
+            gather(source(r, tile) + 8 * index, begin, end, y);
+            through_wire(y, bits);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = sum(x[j], static_cast<V>(y[j]));
+        }
+        if (!p.overwrite) {
+            V y[8];
+            gather(static_cast<const T*>(to), begin, end, y);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = sum(x[j], y[j]);
+        }
+        const Group<T> result = finish(x, group, weight);
+        if (end - begin == 8 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
+            store_group(to, result);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                if (j >= begin && j < end) to[j] = element_of(result, j);
+                else x[j] = 0;
+            }
+        }
+        if (p.stats) statistics.add(x);
+    }
+
+    __device__ __forceinline__ void tile(const CudaTile& tile, Statistics& statistics) const {
+        constexpr int kGroups = kCudaTile / 8;
+        static_assert(kGroups % (kThreads * kUnroll) == 0);
+        const auto misaligned = ((tile.source & p.arena_mask) | (tile.shard & p.shard_mask)) & 7;
+        if ((misaligned | p.unaligned | tile.begin | (tile.end ^ kCudaTile)) == 0) {
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); i < kGroups; i += kThreads * kUnroll) whole_groups(tile, i, statistics);
+        } else {
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads) any_group(tile, i, statistics);
+        }
+    }
+};
+
+template <class T, class S, bool kStochastic, bool kWire, bool kMany>
+__global__ void __launch_bounds__(kThreads, kMany ? GT_MINBM : GT_MINB1) reduce_kernel(const __grid_constant__ ReduceParams p) {
+    const Range range(p.walk);
+    CudaTile next{};
+    if (range.begin < range.end) next = load_tile(p.walk.tiles + range.begin);
+    wait_for_stream();
+    const Reducer<T, S, kStochastic, kWire, kMany> reducer(p);
+    Statistics statistics;
+#pragma unroll 1
+    for (int t = range.begin; t < range.end; t += range.step) {
+        const CudaTile tile = next;
+        next = load_tile(p.walk.tiles + min(t + range.step, range.end - 1));
+        reducer.tile(tile, statistics);
+    }
+    if (p.stats) statistics.store<kThreads>(p.stats);
+}
+
+template <class T, class S, bool kStochastic, bool kWire>
+void launch_reduce(const ReduceParams& p, CudaStream stream) {
+    if (p.count == 1) return launch<reduce_kernel<T, S, kStochastic, kWire, false>>(p, stream, "cuda_reduce");
+    launch<reduce_kernel<T, S, kStochastic, kWire, true>>(p, stream, "cuda_reduce");
+}
+
+/// The kernel for the types; rounding and wire as `p` says.
+template <class T, class S>
+void run_reduce(const ReduceParams& p, CudaStream stream) {
+    constexpr bool kCanRound = sizeof(T) == 2, kCanNarrow = std::is_same_v<S, float>;
+    const bool stochastic = kCanRound && p.rounding.stochastic, wire = kCanNarrow && p.wire != DType::f32;
+    if (stochastic) {
+        return wire ? launch_reduce<T, S, kCanRound, kCanNarrow>(p, stream) : launch_reduce<T, S, kCanRound, false>(p, stream);
+    }
+    return wire ? launch_reduce<T, S, false, kCanNarrow>(p, stream) : launch_reduce<T, S, false, false>(p, stream);
+}
+
+}  // namespace gradgen::cuda

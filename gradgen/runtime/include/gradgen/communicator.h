@@ -1,0 +1,129 @@
+// How ranks reach each other. One primitive carries every gradient: an exchange, in which each rank offers an arena and
+// then reads its own slice of everybody's. In a shared address space (threads, or processes that map shared memory) the
+// slices are read where they lie; a process group copies them into receive staging first. The sum itself is a kernel of
+// ours (kernels.h), in rank order and in fp32, so that the result does not depend on the transport.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gradgen/kernels.h"
+#include "gradgen/tensor.h"
+
+namespace gradgen {
+
+/// What an exchange is for. Ranks compare tags before they touch data; a difference is a MismatchError on all of them.
+struct OpTag {
+    std::uint64_t model_key = 0;
+    std::int64_t step = 0;
+    std::int32_t micro_step = 0;
+    std::int32_t unit = 0;    // index in plan order
+    std::int32_t op = 0;      // Collective
+    std::uint32_t dtype = 0;  // wire dtype
+    std::uint64_t bytes = 0;  // of the arena
+    bool operator==(const OpTag&) const = default;
+};
+
+/// A byte range of an arena that goes to one rank, and where it lies in that rank's packed slice.
+struct Piece {
+    std::size_t source = 0;
+    std::size_t packed = 0;
+    std::size_t bytes = 0;
+};
+
+/// This rank's side of an exchange. The memory at `data` must stay unchanged until drained().
+struct Offer {
+    const void* data = nullptr;                  // an arena from allocate(), or nullptr: this rank contributes zeros
+    std::span<const std::vector<Piece>> pieces;  // for every destination rank
+    std::size_t slice_bytes = 0;                 // of a packed slice (the same on every rank)
+    void* receive = nullptr;                     // staging of world * slice_bytes bytes; only where needs_staging()
+    void* send = nullptr;                        // staging likewise, only where a slice is more than one piece
+    OpTag tag;
+    std::string what;  // for messages: "block 'decoder' layer 3, micro-step 1"
+};
+
+using Ticket = std::uint64_t;
+
+class Communicator {
+  public:
+    virtual ~Communicator() = default;
+    Communicator(const Communicator&) = delete;
+    Communicator& operator=(const Communicator&) = delete;
+
+    int rank() const { return rank_; }
+    int world_size() const { return world_; }
+    virtual std::string_view transport() const = 0;  // "single", "threads", "shared", "group"
+    virtual bool needs_staging() const { return false; }
+
+    /// Memory that exchanges can offer. Zeroed pages, 4096-byte aligned; freed with the last reference.
+    virtual std::shared_ptr<Storage> allocate(std::size_t bytes);
+
+    // An exchange. Every rank posts the same sequence. post() does not wait for other ranks.
+    virtual Ticket post(const Offer& offer) = 0;
+    /// True when every rank has posted, so that sources() will not block.
+    virtual bool ready(Ticket ticket) = 0;
+    /// Blocks until every rank has posted; checks tags. One source a rank, in rank order, valid until release().
+    /// A source's pointer is either a whole arena of that rank (packed == false) or this rank's packed slice of it.
+    virtual std::vector<ReduceSource> sources(Ticket ticket) = 0;
+    /// This rank has read its slices.
+    virtual void release(Ticket ticket) = 0;
+    /// True when no other rank still reads what this rank offered: its memory may change.
+    virtual bool drained(Ticket ticket) = 0;
+    virtual void wait_drained(Ticket ticket) = 0;
+
+    // Plain collectives on host memory, blocking. `out` and `in` do not overlap, except that all_gather may find `in`
+    // at its place in `out`. They count in the same sequence as posts: every rank makes the same calls in the same
+    // order.
+    virtual void barrier() = 0;
+    /// Every rank's bytes (any length, a few kB), in rank order.
+    virtual std::vector<std::string> gather_objects(const std::string& mine) = 0;
+    /// out[r * bytes .. (r + 1) * bytes) = in of rank r.
+    virtual void all_gather(void* out, const void* in, std::size_t bytes) = 0;
+    /// Slice r of `in` goes to rank r; out[r] is rank r's slice for this rank. `bytes` of one slice.
+    virtual void all_to_all(void* out, const void* in, std::size_t bytes) = 0;
+    /// out = sum over ranks of slice `rank` of `in` (numel elements a slice), in rank order in fp32, rounded once.
+    void reduce_scatter(void* out, const void* in, std::int64_t numel, DType dtype);
+    void all_reduce(void* data, std::int64_t numel, DType dtype);
+
+    /// Marks the communicator failed and wakes every rank that waits: they raise CommError with `why`.
+    virtual void abort(const std::string& why) = 0;
+    /// Collective. Brings a failed communicator back: every rank must call it.
+    virtual void reset() = 0;
+    /// Leaves: other ranks that wait for this one raise PeerLost.
+    virtual void close() = 0;
+
+    /// Gives back page-table entries for other ranks' memory, which count as this process's resident memory once they
+    /// were read. Costs one page fault a page at the next read; nothing else changes.
+    virtual void trim() {}
+
+    /// Called between waits of at most 50 ms, for Python's signal handling. May throw.
+    static void set_interrupt_check(std::function<void()> check);
+    static void check_interrupt();
+
+  protected:
+    Communicator(int rank, int world) : rank_(rank), world_(world) {}
+    int rank_, world_;
+};
+
+/// One rank, no other: nothing is ever sent.
+std::shared_ptr<Communicator> single_communicator();
+
+using Timeout = std::chrono::milliseconds;
+
+/// n ranks in one process, one a thread. Element r belongs to the thread that plays rank r.
+std::vector<std::shared_ptr<Communicator>> threads_communicators(int world, Timeout timeout);
+
+/// Ranks of one host, one a process: payloads lie in memory that the others map. `gather` is an all-gather of small
+/// byte strings over whatever connects the processes already (it bootstraps file descriptors, nothing more).
+/// Collective. Throws CommError when some rank cannot map another's memory (another host, another user): then on every
+/// rank.
+std::shared_ptr<Communicator> shared_communicator(
+    int rank, int world, Timeout timeout, const std::function<std::vector<std::string>(const std::string&)>& gather);
+
+}  // namespace gradgen

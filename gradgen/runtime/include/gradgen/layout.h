@@ -1,0 +1,97 @@
+// What a model is once its dimensions are known, and where every gradient lies. The compiler's planner computes the
+// same numbers from the spec; a manager compares the two when it is constructed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gradgen/kernels.h"
+
+namespace gradgen {
+
+constexpr std::int64_t kAlignment = 64;  // elements; every weight and every shard starts at a multiple
+
+enum class ShardKind : std::uint8_t { flat, rows, whole };
+
+struct WeightDesc {
+    std::string id;
+    std::string name;                 // checkpoint name; relative to the block's name inside a block
+    std::vector<std::int64_t> shape;  // {} for a scalar
+    bool present = true;              // `when`
+    bool trainable = true;
+    bool zero = false;    // the first touch needs zeros
+    std::string tied_to;  // id of the weight that owns the buffer, or ""
+    int uses = 0;         // declared contributions a micro-step, 0: not declared
+    bool may_be_absent = false;
+    ShardKind shard = ShardKind::flat;
+    std::int64_t rows = 1;  // unit of `rows`
+    std::string place;      // file:line of the spec
+    std::int64_t numel() const;
+    bool owns_buffer() const { return present && trainable && tied_to.empty(); }
+};
+
+struct BlockDesc {
+    std::string id;
+    std::string name;  // with {i}
+    std::int64_t count = 0;
+    int uses = 0;
+    std::vector<WeightDesc> weights;
+};
+
+/// One step of the backward order: a weight (block < 0) or a whole stack.
+struct BackwardDesc {
+    int weight = -1;
+    int block = -1;
+};
+
+enum class Placement : std::uint8_t { full, sharded };
+enum class Collective : std::uint8_t { reduce_scatter, all_to_all, all_reduce };
+
+struct StrategyDesc {
+    std::string id;
+    Placement blocks = Placement::full;
+    Placement non_blocks = Placement::full;
+    Collective collective = Collective::reduce_scatter;
+};
+
+struct ModelDesc {
+    std::string name;
+    std::string key;  // content hash of the spec
+    std::vector<WeightDesc> weights;
+    std::vector<BlockDesc> blocks;
+    std::vector<BackwardDesc> backward;
+};
+
+/// Where one weight lies in its unit's arena and in a rank's shard buffer. Elements.
+struct WeightSlot {
+    int weight = 0;           // index into the block's (or model's) weights
+    std::int64_t offset = 0;  // in the arena
+    std::int64_t numel = 0;
+    std::int64_t shard_offset = 0;  // in the shard buffer (of this rank's part)
+    std::int64_t shard_numel = 0;   // of this rank
+    std::int64_t shard_begin = 0;   // first element of the weight that this rank owns
+};
+
+/// The arena of one block kind or of one non-block weight, for one world size and rank.
+struct ArenaLayout {
+    std::int64_t numel = 0;                       // padded; what is allocated
+    std::int64_t zero_numel = 0;                  // [0, zero_numel) is zeroed at the first touch
+    std::int64_t flat_begin = 0, flat_shard = 0;  // the flat range is [flat_begin, flat_begin + world * flat_shard)
+    std::int64_t shard_numel = 0;                 // of the shard buffer, the same on every rank
+    bool packed = false;                          // has rows or whole weights: a rank's slice is not one range
+    std::vector<WeightSlot> slots;                // in arena order, this rank's shards
+
+    /// Segments that `rank` owns; uids start at `uid_base`.
+    std::vector<Segment> segments(int rank, std::uint32_t uid_base) const;
+    int world = 1;
+    std::vector<std::vector<WeightSlot>> by_rank;  // slots for every rank
+};
+
+ArenaLayout layout_block(const BlockDesc& block, int world, int rank);
+ArenaLayout layout_weight(const WeightDesc& weight, int index, int world, int rank);
+
+/// Canonical text of a layout, compared with the planner's: one line a unit kind, one a weight.
+std::string describe_layout(const ModelDesc& model, int world);
+
+}  // namespace gradgen

@@ -1,0 +1,118 @@
+// What generated models are made of: rows of their tables, how rows become descriptions, and managers that know ids by
+// enum.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <string_view>
+#include <utility>
+
+#include "gradgen/config.h"
+#include "gradgen/engine.h"
+
+namespace gradgen {
+
+/// One weight of a spec, as far as it does not depend on the configuration. `Id` is the model's enum of weights.
+template <class Id>
+struct WeightRow {
+    Id id{};
+    std::string_view name;        // as in the spec
+    std::string_view checkpoint;  // relative to the block's name inside a block
+    std::string_view zero;        // when the first touch needs zeros: "always", "never" or a condition
+    std::string_view place;       // file:line of the spec
+};
+
+/// Row i describes the weight with number i.
+template <class Id, std::size_t N>
+constexpr bool in_order(const std::array<WeightRow<Id>, N>& rows) {
+    for (std::size_t i = 0; i < N; ++i) {
+        if (static_cast<std::size_t>(rows[i].id) != i) return false;
+    }
+    return true;
+}
+
+/// What a configuration decides about a weight, besides its shape.
+struct WeightFacts {
+    bool present = true;
+    bool trainable = true;
+    bool zero = false;
+    std::string_view tied_to = {};
+    int uses = 0;
+    bool may_be_absent = false;
+    ShardKind shard = ShardKind::flat;
+    std::int64_t rows = 1;
+};
+
+/// Appends the description of one weight; called in the order of the rows.
+template <class Id, std::size_t N>
+void add(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows, Id id,
+         std::initializer_list<std::int64_t> shape, const WeightFacts& facts = {}) {
+    const WeightRow<Id>& row = rows[static_cast<std::size_t>(id)];
+    WeightDesc& desc = out.emplace_back();
+    desc.id = row.name;
+    desc.name = row.checkpoint;
+    if (facts.present) {
+        desc.shape = shape;
+    } else {
+        desc.shape = {0};  // no storage, whatever its dimensions would be
+    }
+    desc.present = facts.present;
+    desc.trainable = facts.trainable;
+    desc.zero = facts.zero;
+    desc.tied_to = facts.tied_to;
+    desc.uses = facts.uses;
+    desc.may_be_absent = facts.may_be_absent;
+    desc.shard = facts.shard;
+    desc.rows = facts.rows;
+    desc.place = row.place;
+}
+
+/// Describes a weight that the configuration leaves out and whose shape cannot be computed then.
+template <class Id, std::size_t N>
+void add_absent(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows, Id id) {
+    add(out, rows, id, {}, {.present = false});
+}
+
+/// Throws ConfigError for a tie to a weight that the configuration leaves out, and for sizes that cannot be.
+void check_model(const ModelDesc& model);
+
+// One step of the backward order.
+template <class Id>
+BackwardDesc after_weight(Id id) {
+    return {.weight = static_cast<int>(id), .block = -1};
+}
+template <class Id>
+BackwardDesc after_blocks(Id id) {
+    return {.weight = -1, .block = static_cast<int>(id)};
+}
+
+/// Tensor of a block's weight; empty when the configuration leaves the weight out.
+inline Tensor tensor_of(const TensorContainer& tensors, std::string_view id) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+        if (tensors.id(i) == id) return tensors.tensor(i);
+    }
+    return {};
+}
+
+/// A manager whose weights and blocks are named by the model's enums instead of numbers.
+template <class Base, class Weight, class Block>
+class TypedManager : public Base {
+  public:
+    using Base::Base;
+    using Base::get_block_full, Base::get_block_shard, Base::get_non_block_full, Base::get_non_block_shard;
+    using Base::notify_block, Base::notify_non_block;
+
+    WeightGradient get_non_block_full(Weight weight) { return Base::get_non_block_full(static_cast<int>(weight)); }
+    TensorShard get_non_block_shard(Weight weight) { return Base::get_non_block_shard(static_cast<int>(weight)); }
+    void notify_non_block(Weight weight) { Base::notify_non_block(static_cast<int>(weight)); }
+    BlockGradients get_block_full(Block block, std::int64_t layer) {
+        return Base::get_block_full(static_cast<int>(block), layer);
+    }
+    TensorContainer get_block_shard(Block block, std::int64_t layer) {
+        return Base::get_block_shard(static_cast<int>(block), layer);
+    }
+    void notify_block(Block block, std::int64_t layer) { Base::notify_block(static_cast<int>(block), layer); }
+};
+
+}  // namespace gradgen

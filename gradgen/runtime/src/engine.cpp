@@ -1,0 +1,338 @@
+// The calls of a manager and the rules of their order. Every refusal leaves the state as it was.
+#include "gradgen/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "engine_guard.h"
+#include "gradgen/error.h"
+
+namespace gradgen {
+
+namespace {
+// Runs `body`; what a collective throws is remembered, since gradients may be lost.
+template <class Body>
+auto guarded(std::string& failure, Body&& body) {
+    try {
+        return body();
+    } catch (const CommError& error) {
+        failure = error.what();
+        throw;
+    }
+}
+}  // namespace
+
+std::string EngineManager::where() const {
+    if (stage_ == Stage::inside)
+        return "micro-step " + std::to_string(micro_step_) + " of " + std::to_string(micro_steps_);
+    return "no micro-step running";
+}
+
+void EngineManager::require_inside(const char* call, const std::string& what) const {
+    if (stage_ != Stage::inside)
+        throw StateError(
+            model_.name + ": " + call + " of " + what +
+            " outside of a micro-step; call start_micro_step(i, n) first, or use `with grads.micro_step(i, n)`");
+}
+
+int EngineManager::unit_of_block(int block, std::int64_t layer) const {
+    if (block < 0 || block >= static_cast<int>(model_.blocks.size()))
+        throw std::out_of_range(model_.name + ": no block kind " + std::to_string(block) + "; there are " +
+                                std::to_string(model_.blocks.size()));
+    const auto& units = block_unit_[static_cast<std::size_t>(block)];
+    const std::string& id = model_.blocks[static_cast<std::size_t>(block)].id;
+    if (layer < 0 || layer >= static_cast<std::int64_t>(units.size()))
+        throw std::out_of_range(model_.name + ": block '" + id + "' has layers 0 to " +
+                                std::to_string(static_cast<std::int64_t>(units.size()) - 1) + ", got " +
+                                std::to_string(layer));
+    const int unit = units[static_cast<std::size_t>(layer)];
+    if (unit < 0)
+        throw StateError(model_.name + ": block '" + id + "' has no trainable weight, so it has no gradients");
+    return unit;
+}
+
+int EngineManager::unit_of_weight(int weight) const {
+    if (weight < 0 || weight >= static_cast<int>(model_.weights.size()))
+        throw std::out_of_range(model_.name + ": no weight " + std::to_string(weight) +
+                                " outside the blocks; there are " + std::to_string(model_.weights.size()));
+    const WeightDesc& desc = model_.weights[static_cast<std::size_t>(weight)];
+    if (!desc.present)
+        throw StateError(model_.name + ": weight '" + desc.id +
+                         "' does not exist in this configuration (its `when` is false)");
+    if (!desc.trainable) throw StateError(model_.name + ": weight '" + desc.id + "' is frozen: it has no gradient");
+    return weight_unit_[static_cast<std::size_t>(weight)];
+}
+
+void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optional<double> divide) {
+    Guard guard(*this, "start_micro_step");
+    const std::string name =
+        model_.name + ": start_micro_step(" + std::to_string(micro_step) + ", " + std::to_string(micro_steps) + ")";
+    if (micro_steps < 1) throw StateError(name + ": a step has at least one micro-step");
+    if (stage_ == Stage::inside)
+        throw StateError(name + ": " + where() + " has not ended; call end_micro_step() first");
+    const int want = stage_ == Stage::between ? micro_step_ + 1 : 0;
+    if (micro_step != want || micro_step >= micro_steps)
+        throw StateError(name + ": expected micro-step " + std::to_string(want) +
+                         (stage_ == Stage::between ? " of " + std::to_string(micro_steps_) : "") +
+                         "; to drop the step and start again call zero_grad()");
+    if (stage_ == Stage::between && micro_steps != micro_steps_)
+        throw StateError(name + ": the step began with " + std::to_string(micro_steps_) +
+                         " micro-steps; the number cannot change inside a step");
+    if (divide && !(*divide > 0 && std::isfinite(*divide)))
+        throw std::invalid_argument(name + ": divide must be positive and finite, got " + std::to_string(*divide));
+    if (micro_step == 0) {
+        clear_step();
+        divide_ = options_.divide.value_or(comm_->world_size());
+        trace_.clear();
+        on_first_micro_step();
+    }
+    if (divide) divide_ = *divide;
+    for (Unit& unit : units_) unit.status = Status::idle, unit.visits = 0;
+    std::fill(weight_visits_.begin(), weight_visits_.end(), 0);
+    next_ = 0;
+    stage_ = Stage::inside;
+    micro_step_ = micro_step;
+    micro_steps_ = micro_steps;
+}
+
+void EngineManager::set_divide(double divide) {
+    Guard guard(*this, "set_divide");
+    if (!(divide > 0 && std::isfinite(divide)))
+        throw std::invalid_argument(model_.name + ": divide must be positive and finite, got " +
+                                    std::to_string(divide));
+    if (!accumulating()) throw StateError(model_.name + ": the divisor belongs to a step; set it inside one");
+    for (const Unit& unit : units_)
+        if (unit.scaled || (micro_step_ == micro_steps_ - 1 && unit.status == Status::done))
+            throw StateError(model_.name + ": " + unit.name +
+                             " has been reduced with the old divisor already; set it before the first gradient of the "
+                             "last micro-step");
+    divide_ = divide;
+}
+
+// Checks and counts a visit; true when the buffer already holds a contribution of this visit's sum.
+bool EngineManager::visit(Unit& unit, int weight) {
+    const std::string at = model_.name + ": " + unit.name + ", " + where();
+    if (unit.status == Status::out) throw StateError(at + ": handed out already; notify it before getting it again");
+    const int declared = weight >= 0 ? model_.weights[static_cast<std::size_t>(weight)].uses : unit.uses;
+    const int count = weight >= 0 ? weight_visits_[static_cast<std::size_t>(weight)] : unit.visits;
+    if (declared > 0 && count >= declared)
+        throw StateError(at + ": use " + std::to_string(count + 1) +
+                         ", but the spec declares uses: " + std::to_string(declared) + "; raise it");
+    if (unit.status == Status::done && unit.visits == 0)
+        throw StateError(at +
+                         ": it was taken as not visited, because blocks behind it came first and every buffer was in "
+                         "use; raise block_buffers (now " +
+                         std::to_string(options_.block_buffers) + ") or mend the order under `backward`");
+    if (unit.status == Status::sent || unit.status == Status::done)
+        throw StateError(at + ": visit " + std::to_string(unit.visits + 1) +
+                         " comes after its gradients were summed; declare the number of visits in the spec (uses: " +
+                         std::to_string(std::max(2, unit.visits + 1)) + ")");
+    return unit.status == Status::written;
+}
+
+WeightGradient EngineManager::get_non_block_full(int weight) {
+    Guard guard(*this, "get_non_block_full");
+    const int u = unit_of_weight(weight);
+    Unit& unit = units_[static_cast<std::size_t>(u)];
+    require_inside("get_non_block_full", unit.name);
+    return guarded(failure_, [&] {
+        bool holds = visit(unit, weight);
+        settle(u);
+        progress();
+        if (!holds && staged(unit)) acquire_slot(unit);
+        if (!staged(unit)) holds = unit.touched;
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        const WeightDesc& desc = model_.weights[static_cast<std::size_t>(unit.index)];
+        const DType type = staged(unit) ? options_.dtype : accumulator_;
+        const std::shared_ptr<Storage>& storage =
+            staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena : unit.buffer;
+        const std::int64_t offset = layout.slots.empty() ? 0 : layout.slots.front().offset;
+        WeightGradient out{Tensor(storage, offset, desc.shape, type), holds};
+        if (!holds) {
+            // Of tied weights the first in backward order may be told to overwrite; any other order is made safe by
+            // zeros.
+            const bool early = weight_order_[static_cast<std::size_t>(weight)] != 0;
+            if (layout.zero_numel > 0 || early)
+                std::memset(out.tensor.data(), 0, out.tensor.bytes());
+            else if (options_.poison)
+                std::memset(out.tensor.data(), 0xff, out.tensor.bytes());
+            out.accumulate = early;
+            unit.touched |= !staged(unit);
+        }
+        unit.status = Status::out;
+        ++unit.visits;
+        ++weight_visits_[static_cast<std::size_t>(weight)];
+        return out;
+    });
+}
+
+BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
+    Guard guard(*this, "get_block_full");
+    const int u = unit_of_block(block, layer);
+    Unit& unit = units_[static_cast<std::size_t>(u)];
+    require_inside("get_block_full", unit.name);
+    return guarded(failure_, [&] {
+        bool holds = visit(unit, -1);
+        settle(u);
+        progress();
+        if (!holds && staged(unit)) acquire_slot(unit);
+        if (!staged(unit)) holds = unit.touched;
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        const DType type = staged(unit) ? options_.dtype : accumulator_;
+        const std::shared_ptr<Storage>& storage =
+            staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena : unit.buffer;
+        BlockGradients out;
+        out.accumulate = holds;
+        for (const WeightSlot& slot : layout.slots) {
+            const WeightDesc& desc = weight_desc(unit, slot);
+            Tensor tensor(storage, slot.offset, desc.shape, type);
+            if (!holds) {
+                const bool zero = slot.offset < layout.zero_numel;
+                if (zero)
+                    std::memset(tensor.data(), 0, tensor.bytes());
+                else if (options_.poison)
+                    std::memset(tensor.data(), 0xff, tensor.bytes());
+            }
+            out.tensors.add(desc.id, {std::move(tensor), 0, desc.shape});
+        }
+        unit.touched |= !staged(unit);
+        unit.status = Status::out;
+        ++unit.visits;
+        on_get_block(block, layer);
+        return out;
+    });
+}
+
+void EngineManager::notify(Unit& unit, const std::vector<int>* written) {
+    if (unit.status != Status::out)
+        throw StateError(model_.name + ": " + unit.name + ", " + where() +
+                         ": notified without having been handed out; get it first");
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    const bool fresh = staged(unit) ? unit.visits == 1
+                                    : std::none_of(unit.written.begin(), unit.written.end(), [](bool w) { return w; });
+    for (std::size_t s = 0; s < layout.slots.size(); ++s) {
+        const WeightSlot& slot = layout.slots[s];
+        if (!written || std::find(written->begin(), written->end(), slot.weight) != written->end()) {
+            unit.written[s] = true;
+        } else if (fresh && slot.offset >= layout.zero_numel) {
+            // Nobody wrote it and nothing zeroed it: without this it would hold whatever was there before.
+            const std::size_t size = size_of(staged(unit) ? options_.dtype : accumulator_);
+            std::memset(static_cast<char*>(arena_of(unit)) + static_cast<std::size_t>(slot.offset) * size, 0,
+                        static_cast<std::size_t>(slot.numel) * size);
+        }
+    }
+    unit.status = Status::written;
+    if (unit.strict && unit.visits >= unit.expected) settle(kOnlyFinished);
+    progress();
+}
+
+void EngineManager::notify_non_block(int weight) {
+    Guard guard(*this, "notify_non_block");
+    Unit& unit = units_[static_cast<std::size_t>(unit_of_weight(weight))];
+    require_inside("notify_non_block", unit.name);
+    guarded(failure_, [&] { notify(unit, nullptr); });
+}
+
+void EngineManager::notify_block(int block, std::int64_t layer) {
+    Guard guard(*this, "notify_block");
+    Unit& unit = units_[static_cast<std::size_t>(unit_of_block(block, layer))];
+    require_inside("notify_block", unit.name);
+    guarded(failure_, [&] {
+        notify(unit, nullptr);
+        on_notify_block(block, layer);
+    });
+}
+
+void EngineManager::notify_block(int block, std::int64_t layer, const std::vector<int>& written) {
+    Guard guard(*this, "notify_block");
+    Unit& unit = units_[static_cast<std::size_t>(unit_of_block(block, layer))];
+    require_inside("notify_block", unit.name);
+    guarded(failure_, [&] {
+        notify(unit, &written);
+        on_notify_block(block, layer);
+    });
+}
+
+void EngineManager::end_micro_step() {
+    Guard guard(*this, "end_micro_step");
+    if (stage_ != Stage::inside) throw StateError(model_.name + ": end_micro_step without start_micro_step");
+    for (const Unit& unit : units_)
+        if (unit.status == Status::out)
+            throw StateError(model_.name + ": " + unit.name + ", " + where() +
+                             ": handed out but not notified; notify it, or reset() to drop the step");
+    guarded(failure_, [&] {
+        settle(kEverything);
+        issue(true);
+        if (micro_step_ == micro_steps_ - 1) {
+            stage_ = Stage::complete;
+            finish_step();
+        } else {
+            progress();
+            stage_ = Stage::between;
+        }
+    });
+}
+
+void EngineManager::clear_step() {
+    for (Unit& unit : units_) {
+        unit.status = Status::idle;
+        unit.visits = 0;
+        unit.touched = unit.scaled = false;
+        unit.stats = {};
+        std::fill(unit.written.begin(), unit.written.end(), false);
+    }
+    norm_squared_.reset();
+    nonfinite_ = 0;
+    step_skipped_ = false;
+    cleared_ = false;
+    micro_step_ = -1;
+}
+
+void EngineManager::zero_grad() {
+    Guard guard(*this, "zero_grad");
+    if (stage_ == Stage::inside)
+        throw StateError(model_.name + ": zero_grad inside " + where() + "; end it first, or reset() to drop it");
+    guarded(failure_, [&] { drain(); });
+    clear_step();
+    cleared_ = true;
+    stage_ = Stage::fresh;
+}
+
+void EngineManager::reset() {
+    Guard guard(*this, "reset", false);
+    flights_.clear();
+    for (Slot& slot : slots_) slot.draining = false, slot.owner = -1;
+    for (Unit& unit : units_)
+        if (unit.block >= 0) unit.slot = -1;
+    comm_->reset();
+    failure_.clear();
+    clear_step();
+    cleared_ = true;
+    stage_ = Stage::fresh;
+}
+
+void EngineManager::fail(const std::string& why) {
+    if (closed_ || !failure_.empty()) return;
+    failure_ = why;
+    if (comm_->world_size() > 1) comm_->abort(why);
+}
+
+void EngineManager::close() {
+    if (closed_) return;
+    Guard guard(*this, "close", false);
+    flights_.clear();
+    closed_ = true;
+}
+
+void EngineManager::set_step(std::int64_t step) {
+    Guard guard(*this, "set_step");
+    if (step < 0)
+        throw std::invalid_argument(model_.name + ": a step number is not negative, got " + std::to_string(step));
+    if (accumulating()) throw StateError(model_.name + ": the step number cannot change inside a step");
+    step_ = step;
+}
+
+}  // namespace gradgen

@@ -1,0 +1,252 @@
+// Collectives in plan order. Every rank posts the same sequence, whatever the order in which its gradients arrive: a
+// unit is posted when all units before it are. Sums are completed as other ranks arrive, or when a buffer is needed.
+#include <algorithm>
+#include <cstring>
+
+#include "gradgen/engine.h"
+#include "gradgen/error.h"
+
+namespace gradgen {
+
+bool EngineManager::staged(const Unit& unit) const { return unit.placement == Placement::sharded || !direct_; }
+
+bool EngineManager::exchanged(const Unit& unit) const {
+    return comm_->world_size() > 1 && (unit.placement == Placement::sharded || micro_step_ == micro_steps_ - 1);
+}
+
+double EngineManager::factor() const { return 1.0 / divide_; }
+
+void* EngineManager::arena_of(const Unit& unit) const {
+    return staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena->data : unit.buffer->data;
+}
+
+DType EngineManager::buffer_type(const Unit&) const { return accumulator_; }
+
+RoundingKey EngineManager::rounding_key(RoundingSite site, int micro_step) const {
+    const Rounding mode = site == RoundingSite::wire ? options_.wire_rounding : options_.rounding;
+    const std::uint64_t seed = options_.seed;
+    return {mode == Rounding::stochastic, seed, static_cast<std::uint64_t>(step_),
+            static_cast<std::uint32_t>(micro_step), site};
+}
+
+void EngineManager::accumulate_layer(Unit&, const ReduceArgs& args, std::span<const ReduceSource> sources,
+                                     std::span<const Segment> segments, ReduceStats* stats) {
+    reduce(args, sources, segments, stats);
+}
+
+void EngineManager::acquire_slot(Unit& unit) {
+    const int self = static_cast<int>(&unit - units_.data());
+    if (unit.block < 0) {
+        Slot& own = slots_[static_cast<std::size_t>(unit.slot)];
+        while (own.owner >= 0) complete_front();
+        if (own.draining) comm_->wait_drained(own.ticket);
+        own.draining = false;
+        own.owner = self;
+        return;
+    }
+    const auto take = [&](bool wait) {
+        int best = -1;
+        for (int s = 0; s < block_slots_; ++s) {
+            Slot& slot = slots_[static_cast<std::size_t>(s)];
+            if (slot.owner >= 0) continue;
+            if (slot.draining && comm_->drained(slot.ticket)) slot.draining = false;
+            if (!slot.draining) return s;
+            if (best < 0 || slot.ticket < slots_[static_cast<std::size_t>(best)].ticket) best = s;
+        }
+        if (!wait || best < 0) return -1;
+        comm_->wait_drained(slots_[static_cast<std::size_t>(best)].ticket);
+        slots_[static_cast<std::size_t>(best)].draining = false;
+        return best;
+    };
+    int s = take(false);
+    while (s < 0) {
+        const auto holds_slot = [&](const Flight& f) { return f.slot >= 0 && f.slot < block_slots_; };
+        if (std::any_of(flights_.begin(), flights_.end(), holds_slot)) {
+            complete_front();
+            s = take(false);
+        } else {
+            s = take(true);
+            if (s < 0) make_room();
+        }
+    }
+    slots_[static_cast<std::size_t>(s)].owner = self;
+    unit.slot = s;
+}
+
+void EngineManager::free_slot(Unit& unit) {
+    slots_[static_cast<std::size_t>(unit.slot)].owner = -1;
+    if (unit.block >= 0) unit.slot = -1;
+}
+
+// Every buffer holds a finished block that waits for one before it in plan order. Those before it are taken as not
+// visited.
+void EngineManager::make_room() {
+    std::size_t ready = next_;
+    while (ready < units_.size() && !(units_[ready].status == Status::sent && exchanged(units_[ready]) &&
+                                      units_[ready].placement == Placement::sharded)) {
+        if (units_[ready].status == Status::out || units_[ready].status == Status::written) {
+            ready = units_.size();
+            break;
+        }
+        ++ready;
+    }
+    if (ready >= units_.size())
+        throw StateError(model_.name + ", " + where() + ": more blocks are in use at once than block_buffers = " +
+                         std::to_string(options_.block_buffers) +
+                         " holds; notify a block before getting the next, or raise block_buffers");
+    for (; next_ <= ready; ++next_)
+        if (exchanged(units_[next_])) post(static_cast<int>(next_));
+}
+
+// A call about another unit tells that the written ones are finished (unless the spec says that more uses come): they
+// leave their staging. `except` is the unit of the call, kEverything at the end of a micro-step, or kOnlyFinished.
+void EngineManager::settle(int except) {
+    bool any = false;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+        Unit& unit = units_[u];
+        if (unit.status != Status::written || static_cast<int>(u) == except) continue;
+        const bool finished = unit.strict ? unit.visits >= unit.expected : except != kOnlyFinished;
+        if (!finished && except != kEverything) continue;
+        unit.status = Status::sent;
+        any = true;
+        if (staged(unit) && unit.placement == Placement::full) accumulate_local(unit);
+    }
+    if (any) issue(false);
+}
+
+// A full arena with staging: this rank's contribution is added without any other rank.
+void EngineManager::accumulate_local(Unit& unit) {
+    const bool last = comm_->world_size() == 1 && micro_step_ == micro_steps_ - 1;
+    const ReduceSource source{slots_[static_cast<std::size_t>(unit.slot)].arena->data, false};
+    ReduceArgs args;
+    args.target_type = accumulator_;
+    args.target = unit.buffer->data;
+    args.target_in_arena = true;
+    args.source_type = args.wire_type = options_.dtype;
+    args.overwrite = !unit.touched;
+    args.scale = last ? factor() : 1.0;
+    args.rounding = rounding_key(RoundingSite::reduce, micro_step_);
+    unit.stats = {};
+    accumulate_layer(unit, args, {&source, 1}, unit.all, last ? &unit.stats : nullptr);
+    unit.touched = true;
+    unit.scaled = last;
+    free_slot(unit);
+}
+
+void EngineManager::issue(bool flush) {
+    for (; next_ < units_.size(); ++next_) {
+        const Unit& unit = units_[next_];
+        if (!exchanged(unit) || unit.status == Status::done) continue;
+        if (unit.status != Status::sent && !(flush && unit.status == Status::idle)) return;
+        post(static_cast<int>(next_));
+    }
+}
+
+void EngineManager::post(int index) {
+    Unit& unit = units_[static_cast<std::size_t>(index)];
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    const bool sharded = unit.placement == Placement::sharded;
+    const int world = comm_->world_size();
+    const bool contributes = sharded ? unit.status == Status::sent : unit.touched;
+    const DType source = sharded ? options_.dtype : accumulator_, wired = wire(sharded);
+    Offer offer;
+    offer.slice_bytes = static_cast<std::size_t>(layout.shard_numel) * size_of(wired);
+    if (contributes) offer.data = sharded ? slots_[static_cast<std::size_t>(unit.slot)].arena->data : unit.buffer->data;
+    if (comm_->needs_staging()) {
+        const bool own = sharded && contributes;
+        if (!own)  // the shared staging holds one exchange at a time
+            while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
+                complete_front();
+        Slot& staging = own ? slots_[static_cast<std::size_t>(unit.slot)] : full_exchange_;
+        offer.receive = staging.receive->data;
+        if (contributes && (layout.packed || wired != source)) {
+            offer.send = staging.send->data;
+            const std::uint32_t base =
+                unit.all.empty() ? 0
+                                 : unit.all.front().weight - static_cast<std::uint32_t>(layout.slots.front().weight);
+            for (int rank = 0; rank < world; ++rank)
+                pack(wired, static_cast<char*>(offer.send) + static_cast<std::size_t>(rank) * offer.slice_bytes, source,
+                     offer.data, layout.segments(rank, base),
+                     rounding_key(RoundingSite::wire, micro_step_).for_rank(comm_->rank()));
+            offer.data = offer.send;
+        }
+    }
+    offer.tag = {model_key_,
+                 step_,
+                 micro_step_,
+                 index,
+                 static_cast<std::int32_t>(strategy_.collective),
+                 static_cast<std::uint32_t>(wired),
+                 static_cast<std::uint64_t>(layout.numel) * size_of(wired)};
+    offer.what = unit.name + ", micro-step " + std::to_string(micro_step_);
+    static constexpr const char* kNames[] = {"reduce_scatter", "all_to_all", "all_reduce"};
+    trace_.push_back({kNames[static_cast<int>(strategy_.collective)], unit.name,
+                      static_cast<std::int64_t>(offer.slice_bytes) * (world - 1), micro_step_});
+    Flight flight{index, sharded && contributes ? unit.slot : -1, micro_step_, micro_step_ == micro_steps_ - 1,
+                  comm_->post(offer)};
+    flights_.push_back(flight);
+    unit.status = Status::done;
+}
+
+// Sums the oldest exchange into the accumulator of its unit.
+void EngineManager::complete_front() {
+    const Flight flight = flights_.front();
+    Unit& unit = units_[static_cast<std::size_t>(flight.unit)];
+    const bool sharded = unit.placement == Placement::sharded;
+    const std::vector<ReduceSource> sources = comm_->sources(flight.ticket);
+    ReduceArgs args;
+    args.target_type = accumulator_;
+    args.target = unit.buffer->data;
+    args.target_in_arena = !sharded;
+    args.wire_type = wire(sharded);
+    args.source_type = comm_->needs_staging() ? args.wire_type : (sharded ? options_.dtype : accumulator_);
+    args.overwrite = !sharded || !unit.touched;
+    args.scale = flight.last ? factor() : 1.0;
+    args.rounding = rounding_key(RoundingSite::reduce, flight.micro_step);
+    args.wire_rounding = rounding_key(RoundingSite::wire, flight.micro_step);
+    unit.stats = {};
+    accumulate_layer(unit, args, sources, unit.mine, flight.last ? &unit.stats : nullptr);
+    if (!sharded && !comm_->needs_staging()) {
+        // Others read all of this arena while it is summed in place, so each rank sums a piece; finish_step gathers
+        // them.
+        ReduceStats piece;
+        accumulate_layer(unit, args, sources, unit.whole_piece, flight.last ? &piece : nullptr);
+        unit.stats.sum_squares += piece.sum_squares, unit.stats.nonfinite += piece.nonfinite;
+    } else if (!unit.mine_whole.empty()) {
+        // Replicated weights are summed by every rank and counted by the first.
+        ReduceStats whole;
+        accumulate_layer(unit, args, sources, unit.mine_whole, flight.last ? &whole : nullptr);
+        if (comm_->rank() == 0) unit.stats.sum_squares += whole.sum_squares, unit.stats.nonfinite += whole.nonfinite;
+    }
+    unit.touched = true;
+    unit.scaled = flight.last;
+    comm_->release(flight.ticket);
+    flights_.pop_front();
+    if (flight.slot >= 0) {
+        Slot& slot = slots_[static_cast<std::size_t>(flight.slot)];
+        slot.owner = -1;
+        slot.ticket = flight.ticket;
+        slot.draining = true;
+        if (unit.block >= 0 && unit.slot == flight.slot) unit.slot = -1;
+    } else {
+        full_exchange_.ticket = flight.ticket;
+        full_exchange_.draining = true;
+    }
+}
+
+void EngineManager::progress() {
+    while (!flights_.empty() && comm_->ready(flights_.front().ticket)) complete_front();
+}
+
+// No exchange is left: nobody reads this rank's buffers any more.
+void EngineManager::drain() {
+    while (!flights_.empty()) complete_front();
+    for (Slot& slot : slots_) {
+        if (slot.draining) comm_->wait_drained(slot.ticket);
+        slot.draining = false;
+    }
+    if (full_exchange_.draining) comm_->wait_drained(full_exchange_.ticket);
+    full_exchange_.draining = false;
+}
+
+}  // namespace gradgen

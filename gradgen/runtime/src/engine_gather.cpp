@@ -1,0 +1,89 @@
+// Gradients that are whole on every rank after their sum: those of all_reduce, and weights declared `shard: whole`.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "gradgen/engine.h"
+
+namespace gradgen {
+
+// The part of every whole weight that `rank` sums where all ranks share one address space; a multiple of 8 elements.
+std::vector<Segment> EngineManager::whole_pieces(const Unit& unit, int rank) const {
+    std::vector<Segment> out;
+    const std::int64_t world = comm_->world_size();
+    for (const Segment& s : unit.mine_whole) {
+        const std::int64_t chunk = ((s.numel + world - 1) / world + 7) / 8 * 8;
+        const std::int64_t begin = std::min(rank * chunk, s.numel), end = std::min(begin + chunk, s.numel);
+        if (begin < end) out.push_back({s.source + begin, s.shard + begin, end - begin, s.element + begin, s.weight});
+    }
+    return out;
+}
+
+// After the sums: whole gradients on every rank (all_reduce), and weights that are whole on every rank in any strategy.
+// The latter send nothing more than the exchange was counted with.
+void EngineManager::gather_full() {
+    const int world = comm_->world_size();
+    const bool everything = strategy_.collective == Collective::all_reduce;
+    if (world == 1) return;
+    bool drained = false;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+        const Unit& unit = units_[u];
+        const bool pieces = unit.placement == Placement::full && !unit.mine_whole.empty() && !comm_->needs_staging();
+        if (!everything && !pieces) continue;
+        if (!drained) drain();
+        drained = true;
+        if (everything) {
+            const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+            trace_.push_back({"all_gather", unit.name,
+                              layout.shard_numel * static_cast<std::int64_t>(size_of(accumulator_)) * (world - 1),
+                              micro_step_});
+        }
+        gather_unit(u, everything);
+    }
+}
+
+void EngineManager::gather_unit(std::size_t u, bool everything) {
+    const int world = comm_->world_size(), self = comm_->rank();
+    const Unit& unit = units_[u];
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    const std::size_t size = size_of(accumulator_), slice = static_cast<std::size_t>(layout.shard_numel) * size;
+    auto* arena = static_cast<char*>(unit.buffer->data);
+    const auto bytes = [size](std::int64_t elements) { return static_cast<std::size_t>(elements) * size; };
+    if (comm_->needs_staging()) {  // whole weights are complete on every rank: each summed what it received
+        std::vector<char> mine(slice), every(slice * static_cast<std::size_t>(world));
+        for (const Segment& s : unit.mine)
+            std::memcpy(mine.data() + bytes(s.shard), arena + bytes(s.source), bytes(s.numel));
+        comm_->all_gather(every.data(), mine.data(), slice);
+        for (int rank = 0; rank < world; ++rank)
+            for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)])
+                if (rank != self && slot.shard_numel > 0 && weight_desc(unit, slot).shard != ShardKind::whole)
+                    std::memcpy(arena + bytes(slot.offset + slot.shard_begin),
+                                every.data() + static_cast<std::size_t>(rank) * slice + bytes(slot.shard_offset),
+                                bytes(slot.shard_numel));
+        return;
+    }
+    Offer offer;
+    offer.data = arena;
+    offer.slice_bytes = slice;
+    offer.tag = {
+        model_key_, step_, micro_step_, static_cast<std::int32_t>(u), 3, static_cast<std::uint32_t>(accumulator_),
+        slice};
+    offer.what = "all_gather of " + unit.name;
+    const Ticket ticket = comm_->post(offer);
+    const std::vector<ReduceSource> sources = comm_->sources(ticket);
+    for (int rank = 0; rank < world; ++rank) {
+        if (rank == self) continue;
+        const auto* from = static_cast<const char*>(sources[static_cast<std::size_t>(rank)].data);
+        for (const Segment& s : whole_pieces(unit, rank))
+            std::memcpy(arena + bytes(s.source), from + bytes(s.source), bytes(s.numel));
+        for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)])
+            if (everything && slot.shard_numel > 0 && weight_desc(unit, slot).shard != ShardKind::whole)
+                std::memcpy(arena + bytes(slot.offset + slot.shard_begin), from + bytes(slot.offset + slot.shard_begin),
+                            bytes(slot.shard_numel));
+    }
+    comm_->release(ticket);
+    full_exchange_.ticket = ticket;
+    full_exchange_.draining = true;
+}
+
+}  // namespace gradgen

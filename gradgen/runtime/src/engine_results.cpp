@@ -1,0 +1,293 @@
+// The end of a step and what is read afterwards: shards by name, norm, clipping, the report of missing and non-finite
+// gradients.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "engine_guard.h"
+#include "gradgen/engine.h"
+#include "gradgen/error.h"
+
+namespace gradgen {
+namespace {
+
+// The end of a step in a few bytes: what each rank must know of the others.
+struct StepReport {
+    double sum_squares = 0;
+    std::int64_t nonfinite = 0;
+    std::vector<std::string> missing;
+
+    std::string encode() const {
+        std::string out(sizeof sum_squares + sizeof nonfinite, '\0');
+        std::memcpy(out.data(), &sum_squares, sizeof sum_squares);
+        std::memcpy(out.data() + sizeof sum_squares, &nonfinite, sizeof nonfinite);
+        for (const std::string& name : missing) out += name + "\n";
+        return out;
+    }
+    static StepReport decode(const std::string& bytes) {
+        StepReport out;
+        if (bytes.size() < sizeof out.sum_squares + sizeof out.nonfinite)
+            throw CommError("a rank's report of the step is too short");
+        std::memcpy(&out.sum_squares, bytes.data(), sizeof out.sum_squares);
+        std::memcpy(&out.nonfinite, bytes.data() + sizeof out.sum_squares, sizeof out.nonfinite);
+        std::istringstream lines(bytes.substr(sizeof out.sum_squares + sizeof out.nonfinite));
+        for (std::string line; std::getline(lines, line);) out.missing.push_back(line);
+        return out;
+    }
+};
+
+}  // namespace
+
+void EngineManager::finish_unit(Unit& unit) {
+    if (comm_->world_size() > 1 || unit.scaled) return;
+    const DType type = accumulator_;
+    if (!unit.touched) {
+        std::memset(unit.buffer->data, 0, unit.buffer->bytes);
+        unit.touched = true;
+    } else if (factor() != 1.0) {
+        scale(type, unit.buffer->data, true, unit.mine, factor());
+    }
+    unit.scaled = true;
+}
+
+ReduceStats EngineManager::measure_unit(const Unit& unit) const {
+    const bool in_arena = unit.placement == Placement::full;
+    ReduceStats out = measure(accumulator_, unit.buffer->data, in_arena, unit.mine);
+    if (comm_->rank() == 0 && !unit.mine_whole.empty()) {
+        const ReduceStats whole = measure(accumulator_, unit.buffer->data, in_arena, unit.mine_whole);
+        out.sum_squares += whole.sum_squares, out.nonfinite += whole.nonfinite;
+    }
+    return out;
+}
+
+void EngineManager::finish_step() {
+    const int world = comm_->world_size();
+    while (!flights_.empty()) complete_front();
+    gather_full();
+    StepReport mine;
+    for (Unit& unit : units_) {
+        finish_unit(unit);
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        for (std::size_t s = 0; s < layout.slots.size(); ++s) {
+            const WeightDesc& desc = weight_desc(unit, layout.slots[s]);
+            if (!unit.written[s] && !desc.may_be_absent && layout.slots[s].numel > 0)
+                mine.missing.push_back(full_name(unit.block, unit.block < 0 ? -1 : unit.index, desc));
+        }
+        mine.sum_squares += unit.stats.sum_squares;
+        mine.nonfinite += unit.stats.nonfinite;
+    }
+    std::vector<StepReport> reports{mine};
+    if (world > 1) {
+        reports.clear();
+        trace_.push_back({"end_step", model_.name, 0, micro_step_});
+        for (const std::string& bytes : comm_->gather_objects(mine.encode()))
+            reports.push_back(StepReport::decode(bytes));
+        norm_squared_ = 0.0;
+        for (const StepReport& report : reports) *norm_squared_ += report.sum_squares, nonfinite_ += report.nonfinite;
+    } else if (options_.nonfinite != NonFinite::ignore) {
+        norm_squared_ = 0.0;
+        for (const Unit& unit : units_) {
+            const ReduceStats stats = measure_unit(unit);
+            *norm_squared_ += stats.sum_squares, nonfinite_ += stats.nonfinite;
+        }
+    }
+    if (nonfinite_ > 0 && norm_squared_ && std::isfinite(*norm_squared_))
+        norm_squared_ = std::numeric_limits<double>::quiet_NaN();
+    drain();
+    ++step_;
+
+    std::string missing;
+    int shown = 0;
+    for (std::size_t rank = 0; rank < reports.size(); ++rank)
+        for (const std::string& name : reports[rank].missing)
+            if (++shown <= 20) missing += "\n  " + name + (world > 1 ? " (rank " + std::to_string(rank) + ")" : "");
+    if (shown > 20) missing += "\n  and " + std::to_string(shown - 20) + " more";
+    if (!missing.empty())
+        throw StateError(model_.name + ": the step ended, but these weights received no gradient in any of its " +
+                         std::to_string(micro_steps_) + " micro-steps:" + missing +
+                         "\nTheir gradients count as zero. Declare `may_be_absent: true` where that is meant, or "
+                         "`trainable: false`.");
+    if (nonfinite_ > 0 && options_.nonfinite != NonFinite::ignore) {
+        const std::string names = nonfinite_names();
+        step_skipped_ = true;
+        ++skipped_steps_;
+        if (options_.nonfinite == NonFinite::raise)
+            throw NonFiniteError(model_.name + ": step " + std::to_string(step_ - 1) + ": " +
+                                 std::to_string(nonfinite_) + " gradient elements are inf or nan:" + names);
+    }
+}
+
+// Which weights hold them, on which rank: asked only when there are some, by every rank alike.
+std::string EngineManager::nonfinite_names() const {
+    std::string mine;
+    for (const Unit& unit : units_) {
+        for (const auto& segments : {unit.mine, unit.mine_whole})
+            for (const Segment& segment : segments) {
+                const ReduceStats stats =
+                    measure(accumulator_, unit.buffer->data, unit.placement == Placement::full, {&segment, 1});
+                if (stats.nonfinite == 0) continue;
+                for (const WeightSlot& slot : layouts_[static_cast<std::size_t>(unit.kind)].slots) {
+                    const std::int64_t at = segment.source - segment.element;
+                    if (at == slot.offset)
+                        mine += "\n  " +
+                                full_name(unit.block, unit.block < 0 ? -1 : unit.index, weight_desc(unit, slot)) +
+                                ": " + std::to_string(stats.nonfinite);
+                }
+            }
+    }
+    if (comm_->world_size() == 1) return mine;
+    std::string out;
+    const std::vector<std::string> all = comm_->gather_objects(mine.substr(0, 4000));
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+        if (!all[rank].empty()) out += "\n rank " + std::to_string(rank) + ":" + all[rank];
+    return out;
+}
+
+double EngineManager::grad_norm() {
+    require_readable("the gradient norm");
+    if (!norm_squared_) {  // one rank and no check asked for: read now what nobody has measured
+        double sum = 0;
+        std::int64_t nonfinite = 0;
+        for (const Unit& unit : units_) {
+            const ReduceStats stats = measure_unit(unit);
+            sum += stats.sum_squares, nonfinite += stats.nonfinite;
+        }
+        norm_squared_ = nonfinite > 0 && std::isfinite(sum) ? std::numeric_limits<double>::quiet_NaN() : sum;
+        nonfinite_ = nonfinite;
+    }
+    return std::sqrt(*norm_squared_);
+}
+
+double EngineManager::clip_grad_norm(double max_norm) {
+    if (!(max_norm > 0))
+        throw std::invalid_argument(model_.name + ": max_norm must be positive, got " + std::to_string(max_norm));
+    const double norm = grad_norm();
+    const double coefficient = max_norm / (norm + 1e-6);
+    if (coefficient < 1.0) scale_gradients(coefficient);
+    return norm;
+}
+
+void EngineManager::scale_gradients(double by) {
+    require_readable("scaling");
+    const bool everything = strategy_.collective == Collective::all_reduce;
+    for (Unit& unit : units_) {
+        const bool in_arena = unit.placement == Placement::full;
+        if (everything) {
+            scale(accumulator_, unit.buffer->data, true, unit.all, by);
+            continue;
+        }
+        scale(accumulator_, unit.buffer->data, in_arena, unit.mine, by);
+        scale(accumulator_, unit.buffer->data, in_arena, unit.mine_whole, by);
+    }
+    if (norm_squared_) *norm_squared_ *= by * by;
+}
+
+void EngineManager::require_readable(const std::string& what) const {
+    if (closed_) throw StateError(model_.name + ": " + what + " was asked for after close()");
+    if (!failure_.empty())
+        throw CommError(model_.name + ": " + what + ": an earlier call failed: " + failure_ +
+                        "\nCall reset() on every rank, then start the step again.");
+    if (accumulating())
+        throw StateError(model_.name + ": " + what + " was asked for in the middle of a step (" + where() +
+                         "); gradients are reduced when the last micro-step ends");
+}
+
+TensorShard EngineManager::shard_of(const Unit& unit, const WeightDesc& weight, const WeightSlot& slot) const {
+    const bool full = unit.placement == Placement::full;
+    if (full && (comm_->world_size() == 1 || strategy_.collective == Collective::all_reduce))
+        return {Tensor(unit.buffer, slot.offset, weight.shape, accumulator_), 0, weight.shape};
+    const std::int64_t offset = full ? slot.offset + slot.shard_begin : slot.shard_offset;
+    std::vector<std::int64_t> shape{slot.shard_numel};
+    if (weight.shard == ShardKind::whole) shape = weight.shape;
+    if (weight.shard == ShardKind::rows && !weight.shape.empty()) {
+        shape = weight.shape;
+        const std::int64_t row = weight.shape[0] > 0 ? weight.numel() / weight.shape[0] : 0;
+        shape[0] = row > 0 ? slot.shard_numel / row : 0;
+    }
+    return {Tensor(unit.buffer, slot.shard_numel > 0 ? offset : 0, shape, accumulator_), slot.shard_begin,
+            weight.shape};
+}
+
+TensorShard EngineManager::get_non_block_shard(int weight) {
+    const Unit& unit = units_[static_cast<std::size_t>(unit_of_weight(weight))];
+    require_readable("the shard of " + unit.name);
+    const WeightDesc& desc = model_.weights[static_cast<std::size_t>(unit.index)];
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    if (cleared_) return fill_cleared(), get_non_block_shard(weight);
+    return layout.slots.empty() ? TensorShard{Tensor(unit.buffer, 0, desc.shape, accumulator_), 0, desc.shape}
+                                : shard_of(unit, desc, layout.slots.front());
+}
+
+TensorContainer EngineManager::get_block_shard(int block, std::int64_t layer) {
+    const Unit& unit = units_[static_cast<std::size_t>(unit_of_block(block, layer))];
+    require_readable("the shard of " + unit.name);
+    if (cleared_) fill_cleared();
+    TensorContainer out;
+    for (const WeightSlot& slot : layouts_[static_cast<std::size_t>(unit.kind)].slots) {
+        const WeightDesc& desc = weight_desc(unit, slot);
+        out.add(desc.id, shard_of(unit, desc, slot));
+    }
+    return out;
+}
+
+// zero_grad() writes nothing; whoever looks before the next step finds zeros all the same.
+void EngineManager::fill_cleared() {
+    cleared_ = false;
+    for (Unit& unit : units_) std::memset(unit.buffer->data, 0, unit.buffer->bytes);
+}
+
+std::vector<std::pair<std::string, TensorShard>> EngineManager::named_gradients() {
+    require_readable("named_gradients");
+    std::vector<std::pair<std::string, TensorShard>> out;
+    for (std::size_t w = 0; w < model_.weights.size(); ++w)
+        if (model_.weights[w].owns_buffer())
+            out.emplace_back(model_.weights[w].name, get_non_block_shard(static_cast<int>(w)));
+    for (std::size_t b = 0; b < model_.blocks.size(); ++b)
+        for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer) {
+            if (block_unit_[b][static_cast<std::size_t>(layer)] < 0) continue;
+            const TensorContainer shards = get_block_shard(static_cast<int>(b), layer);
+            for (const WeightDesc& desc : model_.blocks[b].weights)
+                if (const TensorShard* shard = shards.find(desc.id))
+                    out.emplace_back(full_name(static_cast<int>(b), layer, desc), *shard);
+        }
+    return out;
+}
+
+std::vector<WeightRecord> EngineManager::weights() const {
+    std::vector<WeightRecord> out;
+    const auto add = [&](int block, std::int64_t layer, const WeightDesc& d, const std::vector<WeightDesc>& family) {
+        if (!d.present) return;
+        WeightRecord record{
+            full_name(block, layer, d), d.id, block, layer, d.shape, d.trainable, d.zero, d.may_be_absent, ""};
+        for (const WeightDesc& other : family)
+            if (!d.tied_to.empty() && other.id == d.tied_to) record.tied_to = full_name(block, layer, other);
+        out.push_back(std::move(record));
+    };
+    for (const WeightDesc& d : model_.weights) add(-1, -1, d, model_.weights);
+    for (std::size_t b = 0; b < model_.blocks.size(); ++b)
+        for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer)
+            for (const WeightDesc& d : model_.blocks[b].weights)
+                add(static_cast<int>(b), layer, d, model_.blocks[b].weights);
+    return out;
+}
+
+std::vector<NamedBuffer> EngineManager::buffers() const {
+    std::vector<NamedBuffer> out;
+    const auto add = [&](const std::string& name, const std::shared_ptr<Storage>& s, DType type) {
+        out.push_back({name, Tensor(s, 0, {static_cast<std::int64_t>(s->bytes / size_of(type))}, type)});
+    };
+    for (const Unit& unit : units_) add(unit.name, unit.buffer, accumulator_);
+    for (std::size_t s = 0; s < slots_.size(); ++s)
+        add("staging " + std::to_string(s), slots_[s].arena, options_.dtype);
+    return out;
+}
+
+void EngineManager::poison() {
+    Guard guard(*this, "poison");
+    require_readable("poison");
+    for (const NamedBuffer& buffer : buffers()) std::memset(buffer.tensor.data(), 0xff, buffer.tensor.bytes());
+}
+
+}  // namespace gradgen

@@ -1,0 +1,298 @@
+// Construction: units in plan order, memory, and the agreement between ranks before the first collective.
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+
+#include "gradgen/engine.h"
+#include "gradgen/error.h"
+
+namespace gradgen {
+namespace {
+
+std::uint64_t fnv1a(const std::string& text) {
+    std::uint64_t hash = 14695981039346656037ull;
+    for (const unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
+    return hash;
+}
+
+std::vector<Segment> segments_of(const ArenaLayout& layout, int rank, std::uint32_t uid_base, auto keep) {
+    std::vector<Segment> out;
+    for (const WeightSlot& slot : layout.by_rank.at(static_cast<std::size_t>(rank))) {
+        if (slot.shard_numel == 0 || !keep(slot)) continue;
+        out.push_back({slot.offset + slot.shard_begin, slot.shard_offset, slot.shard_numel, slot.shard_begin,
+                       uid_base + static_cast<std::uint32_t>(slot.weight)});
+    }
+    return out;
+}
+
+std::string replace_index(const std::string& name, std::int64_t index) {
+    const auto at = name.find("{i}");
+    return at == std::string::npos ? name : name.substr(0, at) + std::to_string(index) + name.substr(at + 3);
+}
+
+}  // namespace
+
+EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared_ptr<Communicator> comm,
+                             const Options& options)
+    : model_(std::move(model)), strategy_(std::move(strategy)), comm_(std::move(comm)), options_(options) {
+    if (!comm_) throw std::invalid_argument("gradgen: " + model_.name + ": a manager needs a communicator, got none");
+    accumulator_ = options_.accumulator.value_or(options_.dtype);
+    direct_ = accumulator_ == options_.dtype && options_.rounding == Rounding::nearest;
+    const auto refuse = [&](const std::string& why) {
+        throw ConfigError(model_.name + ", strategy '" + strategy_.id + "': " + why);
+    };
+    if (options_.block_buffers < 1)
+        refuse("block_buffers must be at least 1, got " + std::to_string(options_.block_buffers));
+    if (options_.divide && !(*options_.divide > 0 && *options_.divide <= 1e300))
+        refuse("divide must be positive and finite");
+    if (options_.rounding == Rounding::stochastic && size_of(accumulator_) != 2)
+        refuse("stochastic rounding needs a bfloat16 or float16 accumulator, not " +
+               std::string(to_string(accumulator_)));
+    const int world = comm_->world_size();
+    if (strategy_.collective == Collective::all_reduce &&
+        (strategy_.blocks != Placement::full || strategy_.non_blocks != Placement::full))
+        refuse("all_reduce needs full placement of every gradient");
+    for (const bool sharded : {false, true}) {
+        const DType source = sharded ? options_.dtype : accumulator_;
+        if (size_of(wire(sharded)) > size_of(source) ||
+            (size_of(wire(sharded)) == size_of(source) && wire(sharded) != source))
+            refuse("the wire dtype " + std::string(to_string(wire(sharded))) + " is not narrower than what is sent, " +
+                   std::string(to_string(source)));
+        if (options_.wire_rounding == Rounding::stochastic &&
+            (wire(sharded) == source || size_of(wire(sharded)) != 2) && options_.wire)
+            refuse("stochastic wire rounding needs a wire dtype narrower than " + std::string(to_string(source)));
+        if (!can_reduce(accumulator_, source, wire(sharded)))
+            refuse("no kernel sums " + std::string(to_string(source)) + " sent as " +
+                   std::string(to_string(wire(sharded))) + " into " + std::string(to_string(accumulator_)));
+    }
+    divide_ = options_.divide.value_or(world);
+    model_key_ = fnv1a(model_.key + layout_text());
+    make_units();
+    allocate();
+    agree();
+}
+
+EngineManager::~EngineManager() = default;
+
+DType EngineManager::wire(bool sharded) const {
+    return options_.wire.value_or(sharded ? options_.dtype : accumulator_);
+}
+
+void EngineManager::make_units() {
+    const int world = comm_->world_size(), rank = comm_->rank();
+    std::vector<std::uint32_t> uid(model_.blocks.size());
+    auto next_uid = static_cast<std::uint32_t>(model_.weights.size());
+    for (std::size_t w = 0; w < model_.weights.size(); ++w) {
+        layouts_.push_back(layout_weight(model_.weights[w], static_cast<int>(w), world, rank));
+    }
+    for (std::size_t b = 0; b < model_.blocks.size(); ++b) {
+        layouts_.push_back(layout_block(model_.blocks[b], world, rank));
+        uid[b] = next_uid;
+        next_uid += static_cast<std::uint32_t>(model_.blocks[b].count *
+                                               static_cast<std::int64_t>(model_.blocks[b].weights.size()));
+        block_unit_.emplace_back(static_cast<std::size_t>(model_.blocks[b].count), -1);
+    }
+    const auto add = [&](int block, std::int64_t index, int kind, Placement placement, std::uint32_t uid_base,
+                         const std::string& name) {
+        Unit unit;
+        unit.block = block, unit.index = index, unit.kind = kind, unit.name = name;
+        unit.placement = world == 1 ? Placement::full : placement;
+        const auto whole = [&](const WeightSlot& s) {
+            return world > 1 && weight_desc(unit, s).shard == ShardKind::whole;
+        };
+        unit.mine = segments_of(layouts_[static_cast<std::size_t>(kind)], rank, uid_base,
+                                [&](const WeightSlot& s) { return !whole(s); });
+        unit.mine_whole = segments_of(layouts_[static_cast<std::size_t>(kind)], rank, uid_base, whole);
+        unit.whole_piece = whole_pieces(unit, rank);
+        // Offsets of the arena of `world` ranks, every element.
+        for (const WeightSlot& s : layouts_[static_cast<std::size_t>(kind)].slots)
+            if (s.numel)
+                unit.all.push_back({s.offset, s.offset, s.numel, 0, uid_base + static_cast<std::uint32_t>(s.weight)});
+        unit.written.assign(layouts_[static_cast<std::size_t>(kind)].slots.size(), false);
+        units_.push_back(std::move(unit));
+        return static_cast<int>(units_.size()) - 1;
+    };
+
+    weight_unit_.assign(model_.weights.size(), -1);
+    weight_order_.assign(model_.weights.size(), 0);
+    weight_visits_.assign(model_.weights.size(), 0);
+    // A tied group is one unit at the place of its last use in backward order.
+    const auto owner = [&](int w) {
+        const WeightDesc& desc = model_.weights[static_cast<std::size_t>(w)];
+        if (desc.tied_to.empty()) return w;
+        for (std::size_t o = 0; o < model_.weights.size(); ++o)
+            if (model_.weights[o].id == desc.tied_to) return static_cast<int>(o);
+        throw ConfigError(model_.name + ": weight '" + desc.id + "' is tied to '" + desc.tied_to +
+                          "', which does not exist");
+    };
+    std::vector<int> remaining(model_.weights.size(), 0), seen(model_.weights.size(), 0);
+    const auto usable = [&](int w) {
+        const auto& d = model_.weights[static_cast<std::size_t>(w)];
+        return d.present && d.trainable;
+    };
+    for (const BackwardDesc& item : model_.backward)
+        if (item.block < 0 && usable(item.weight)) ++remaining[static_cast<std::size_t>(owner(item.weight))];
+    for (const BackwardDesc& item : model_.backward) {
+        if (item.block >= 0) {
+            const auto b = static_cast<std::size_t>(item.block);
+            const BlockDesc& block = model_.blocks[b];
+            const int kind = static_cast<int>(model_.weights.size() + b);
+            if (layouts_[static_cast<std::size_t>(kind)].slots.empty()) continue;
+            for (std::int64_t layer = block.count - 1; layer >= 0; --layer) {
+                const int u =
+                    add(item.block, layer, kind, strategy_.blocks,
+                        uid[b] + static_cast<std::uint32_t>(layer * static_cast<std::int64_t>(block.weights.size())),
+                        "block '" + block.id + "' layer " + std::to_string(layer));
+                units_[static_cast<std::size_t>(u)].uses = block.uses;
+                units_[static_cast<std::size_t>(u)].expected = std::max(1, block.uses);
+                units_[static_cast<std::size_t>(u)].strict = block.uses > 0;
+                block_unit_[b][static_cast<std::size_t>(layer)] = u;
+            }
+            continue;
+        }
+        if (!usable(item.weight)) continue;
+        const auto o = static_cast<std::size_t>(owner(item.weight));
+        weight_order_[static_cast<std::size_t>(item.weight)] = seen[o]++;
+        if (--remaining[o] > 0) continue;
+        const int u = add(-1, static_cast<std::int64_t>(o), static_cast<int>(o), strategy_.non_blocks, 0,
+                          "weight '" + model_.weights[o].id + "'");
+        int expected = 0;
+        bool declared = false;
+        for (std::size_t w = 0; w < model_.weights.size(); ++w) {
+            if (!usable(static_cast<int>(w)) || owner(static_cast<int>(w)) != static_cast<int>(o)) continue;
+            weight_unit_[w] = u;
+            expected += std::max(1, model_.weights[w].uses);
+            declared |= model_.weights[w].uses > 0;
+        }
+        units_[static_cast<std::size_t>(u)].expected = std::max(1, expected);
+        units_[static_cast<std::size_t>(u)].strict = declared || expected > 1;
+    }
+}
+
+std::shared_ptr<Storage> EngineManager::allocate(std::int64_t bytes, std::int64_t& account, bool shareable) {
+    account += bytes;
+    return shareable ? comm_->allocate(static_cast<std::size_t>(bytes))
+                     : comm_->Communicator::allocate(static_cast<std::size_t>(bytes));
+}
+
+void EngineManager::allocate() {
+    const int world = comm_->world_size();
+    const auto accumulator = static_cast<std::int64_t>(size_of(accumulator_)),
+               produced = static_cast<std::int64_t>(size_of(options_.dtype));
+    const bool staging = comm_->needs_staging() && world > 1;
+    std::int64_t block_units = 0, largest_block = 0, largest_shard = 0, largest_exchange = 0;
+    bool block_packed = false, full_packed = false;
+    for (const Unit& unit : units_) {
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        const bool sharded = unit.placement == Placement::sharded;
+        const bool pack = layout.packed || wire(sharded) != (sharded ? options_.dtype : accumulator_);
+        largest_exchange =
+            std::max(largest_exchange, layout.shard_numel * static_cast<std::int64_t>(size_of(wire(sharded))));
+        if (!sharded) full_packed |= pack;
+        if (unit.block < 0 || !staged(unit)) continue;
+        ++block_units;
+        largest_block = std::max(largest_block, layout.numel);
+        largest_shard = std::max(largest_shard, layout.shard_numel);
+        block_packed |= pack && sharded;
+    }
+    const auto exchange_bytes = [&](std::int64_t shard) {
+        return world * shard * static_cast<std::int64_t>(size_of(wire(true)));
+    };
+    block_slots_ = static_cast<int>(std::min<std::int64_t>(options_.block_buffers, block_units));
+    for (int s = 0; s < block_slots_; ++s) {
+        Slot slot;
+        slot.arena = allocate(largest_block * produced, memory_.staging, true);
+        if (staging && strategy_.blocks == Placement::sharded) {
+            slot.receive = allocate(exchange_bytes(largest_shard), memory_.exchange, false);
+            if (block_packed) slot.send = allocate(exchange_bytes(largest_shard), memory_.exchange, false);
+        }
+        slots_.push_back(std::move(slot));
+    }
+    for (Unit& unit : units_) {
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        const bool sharded = unit.placement == Placement::sharded;
+        unit.buffer = allocate((sharded ? layout.shard_numel : layout.numel) * accumulator,
+                               sharded ? memory_.shards : memory_.full, !sharded);
+        if (unit.block >= 0 || !staged(unit)) continue;
+        Slot slot;
+        slot.arena = allocate(layout.numel * produced, memory_.staging, true);
+        if (staging && sharded) {
+            slot.receive = allocate(exchange_bytes(layout.shard_numel), memory_.exchange, false);
+            if (layout.packed || wire(true) != options_.dtype)
+                slot.send = allocate(exchange_bytes(layout.shard_numel), memory_.exchange, false);
+        }
+        unit.slot = static_cast<int>(slots_.size());
+        slots_.push_back(std::move(slot));
+    }
+    if (staging) {
+        full_exchange_.receive = allocate(world * largest_exchange, memory_.exchange, false);
+        if (full_packed) full_exchange_.send = allocate(world * largest_exchange, memory_.exchange, false);
+    }
+}
+
+// What every rank must have in common, a line each, so that a difference can be named.
+void EngineManager::agree() {
+    if (comm_->world_size() == 1) return;
+    std::ostringstream mine;
+    mine << "model: " << model_.name << "\nspec: " << model_.key << "\nstrategy: " << strategy_.id
+         << "\ndtype: " << to_string(options_.dtype) << "\naccumulator: " << to_string(accumulator_)
+         << "\nwire: " << to_string(wire(false)) << '/' << to_string(wire(true))
+         << "\nrounding: " << (options_.rounding == Rounding::stochastic ? "stochastic" : "nearest")
+         << "\nwire rounding: " << (options_.wire_rounding == Rounding::stochastic ? "stochastic" : "nearest")
+         << "\nseed: " << options_.seed << "\ndivide: " << divide_ << "\nblock_buffers: " << options_.block_buffers
+         << "\nnonfinite: " << static_cast<int>(options_.nonfinite) << "\n"
+         << layout_text();
+    const auto lines = [](const std::string& text) {
+        std::vector<std::string> out;
+        std::istringstream in(text);
+        for (std::string line; std::getline(in, line);) out.push_back(line);
+        return out;
+    };
+    const std::vector<std::string> all = comm_->gather_objects(mine.str());
+    const std::vector<std::string> first = lines(all[0]);
+    std::string differences;
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+        const std::vector<std::string> other = lines(all[rank]);
+        int shown = 0;
+        for (std::size_t i = 0; i < std::max(first.size(), other.size()) && shown < 6; ++i) {
+            const std::string a = i < first.size() ? first[i] : "(nothing)",
+                              b = i < other.size() ? other[i] : "(nothing)";
+            if (a == b) continue;
+            differences += "\n  rank 0 has '" + a + "', rank " + std::to_string(rank) + " has '" + b + "'";
+            ++shown;
+        }
+    }
+    if (!differences.empty())
+        throw MismatchError("ranks built different gradient managers:" + differences +
+                            "\nUse the same spec, configuration and options on every rank.");
+}
+
+std::string EngineManager::full_name(int block, std::int64_t layer, const WeightDesc& weight) const {
+    if (block < 0) return weight.name;
+    const std::string prefix = replace_index(model_.blocks[static_cast<std::size_t>(block)].name, layer);
+    return prefix.empty() ? weight.name : prefix + "." + weight.name;
+}
+
+const WeightDesc& EngineManager::weight_desc(const Unit& unit, const WeightSlot& slot) const {
+    const auto w = static_cast<std::size_t>(slot.weight);
+    return unit.block < 0 ? model_.weights[w] : model_.blocks[static_cast<std::size_t>(unit.block)].weights[w];
+}
+
+UnshardedGradientManager::UnshardedGradientManager(ModelDesc model, StrategyDesc strategy,
+                                                   std::shared_ptr<Communicator> comm, const Options& options)
+    : EngineManager(std::move(model), std::move(strategy), std::move(comm), options) {
+    if (this->strategy().blocks != Placement::full)
+        throw std::invalid_argument("UnshardedGradientManager: strategy '" + this->strategy().id + "' shards blocks");
+}
+
+ShardedBlocksGradientManager::ShardedBlocksGradientManager(ModelDesc model, StrategyDesc strategy,
+                                                           std::shared_ptr<Communicator> comm, const Options& options)
+    : EngineManager(std::move(model), std::move(strategy), std::move(comm), options) {
+    if (this->strategy().blocks != Placement::sharded)
+        throw std::invalid_argument("ShardedBlocksGradientManager: strategy '" + this->strategy().id +
+                                    "' keeps blocks full");
+}
+
+}  // namespace gradgen

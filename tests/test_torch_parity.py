@@ -1,0 +1,64 @@
+"""Gradients and training of real transformers models equal plain autograd, for every strategy, at W = 1, 2
+and 3.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from torch_ranks import run_ranks
+
+MODELS = ["llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "gpt2", "gpt2-untied"]
+STRATEGIES = ["unsharded", "sharded", "sharded_all_to_all", "replicated", "fully_sharded"]
+
+
+@cache
+def parity(world: int) -> list[dict[str, dict[str, float]]]:
+    models = MODELS if world < 3 else ["llama", "llama-tied", "gpt2"]
+    return run_ranks(world, "torch_scenarios:parity", models=models)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_equal_plain_autograd_and_ddp(world: int) -> None:
+    for rank, models in enumerate(parity(world)):
+        for model, errors in models.items():
+            assert set(errors) == {"ddp", *STRATEGIES}
+            bad = {way: error for way, error in errors.items() if not error <= 1e-6}
+            assert not bad, f"W={world} rank {rank} {model}: relative errors {bad}"
+
+
+@cache
+def curves(world: int, strategies: tuple[str, ...]) -> list[dict[str, list[float]]]:
+    return run_ranks(
+        world, "torch_scenarios:curves", name="llama-tied", strategies=list(strategies), steps=30
+    )
+
+
+@pytest.mark.parametrize(("world", "strategies"), [(2, tuple(STRATEGIES)), (3, ("sharded",))])
+def test_thirty_steps_follow_one_process(world: int, strategies: tuple[str, ...]) -> None:
+    for results in curves(world, strategies):
+        single = results.pop("single")
+        assert single[-1] < single[0] - 1
+        for strategy, losses in results.items():
+            worst = max(abs(a - b) / b for a, b in zip(losses, single, strict=True))
+            assert worst < 2e-4, f"{strategy}: {worst}"
+
+
+def test_refused_optimizers_and_ranks_that_differ() -> None:
+    results: list[dict[str, Any]] = run_ranks(2, "torch_scenarios:optimizer_faults")
+    for messages in results:
+        assert messages["LBFGS"].startswith(
+            "UsageError: torch.optim.LBFGS cannot be used here: it needs a closure"
+        )
+        assert (
+            "Adafactor is not an elementwise optimizer (it keeps row and column sums" in messages["Adafactor"]
+        )
+        assert "pass elementwise=True" in messages["Mine"]
+        assert messages["differ"].startswith("MismatchError")
+        assert "model.norm.weight: values differ between rank 0 and rank 1" in messages["differ"]
+
+
+def test_optimizer_state_survives_save_and_load() -> None:
+    assert run_ranks(2, "torch_scenarios:state_roundtrip") == [True, True]
