@@ -154,7 +154,7 @@ def from_hf(model: Model, config: Any) -> dict[str, int | bool]:
         return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
     values: dict[str, int | bool] = {}
-    model_type = read("model_type")
+    model_type = str(read("model_type"))
     for dim in model.dims:
         values[dim.name] = read(dim.hf)
     for flag in model.flags:

@@ -85,7 +85,10 @@ class SpecError(Error):
 
 def quote(value: object) -> str:
     """A value as a message shows it: escaped, and never long."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except Exception:  # integers of thousands of digits, and whatever a caller's own repr does
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_QUOTE else f"{text[: MAX_QUOTE - 4]}...{text[-1]}"
 
 

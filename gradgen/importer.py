@@ -17,6 +17,12 @@ from gradgen import manifest
 from gradgen.diagnostics import CacheError
 
 RUNTIME = "gradgen_runtime_"
+
+
+class UnusableModule(CacheError, ImportError):
+    """A built module that cannot be imported here: `except ImportError` catches it, as for any module."""
+
+
 _lock = threading.RLock()
 _verified: set[Path] = set()  # folders of the cache that were verified just now, by their key
 
@@ -24,7 +30,7 @@ _verified: set[Path] = set()  # folders of the cache that were verified just now
 def native(package_file: str, model: str, text_hash: str) -> ModuleType:
     """The compiled half of the package that `package_file` (its __init__.py) belongs to.
 
-    Raises CacheError, an ImportError, for a binary that is missing, damaged, or made from other text, by
+    Raises UnusableModule, an ImportError, for a binary that is missing, damaged, or made from other text, by
     another gradgen, or for another Python; it says how to build it again.
     """
     folder = Path(package_file).resolve().parent
@@ -33,7 +39,7 @@ def native(package_file: str, model: str, text_hash: str) -> ModuleType:
     with _lock:
         reason = None if folder in _verified else manifest.problem(folder, build)
         if reason is not None:
-            raise CacheError(f"{folder}: {reason}{again}")
+            raise UnusableModule(f"{folder}: {reason}{again}")
         _load_runtime(folder, build, again)
         return _load(build.module, folder / f"{build.module}.so", again)
 
@@ -43,25 +49,27 @@ def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Bu
     try:
         builds = manifest.read(folder)
     except CacheError as error:
-        raise CacheError(f"{error}{again}") from error
+        raise UnusableModule(f"{error}{again}") from error
     tag = EXTENSION_SUFFIXES[0].removeprefix(".").removesuffix(".so")
     build = builds.get(tag)
     if build is None:
         others = ", ".join(sorted(builds))
         what = f"is built for {others}, and this is {tag}" if others else "is not built"
-        raise CacheError(f"the module of {model} in {folder} {what}{again}")
+        raise UnusableModule(f"the module of {model} in {folder} {what}{again}")
     if build.model != model or f"{build.module}.so" not in build.files:
-        raise CacheError(
+        raise UnusableModule(
             f"{folder / manifest.NAME} is of {build.model or 'the runtime'}, not of {model}{again}"
         )
     if build.text_hash != text_hash:
-        raise CacheError(f"the binary in {folder} is stale: its text has changed since it was built{again}")
+        raise UnusableModule(
+            f"the binary in {folder} is stale: its text has changed since it was built{again}"
+        )
     if folder in _verified:
         return build
     from gradgen.keys import runtime_sources, sources_hash
 
     if build.sources != sources_hash(runtime_sources()):
-        raise CacheError(f"the binary in {folder} was built by a gradgen with another runtime{again}")
+        raise UnusableModule(f"the binary in {folder} was built by a gradgen with another runtime{again}")
     return build
 
 
@@ -128,9 +136,10 @@ def _load_runtime(folder: Path, build: manifest.Build, again: str) -> None:
     """One runtime a process: a second one would bring a second set of the same classes."""
     loaded = _loaded_runtime()
     if loaded is not None and loaded.__name__ != build.runtime_module:
-        raise CacheError(
+        raise UnusableModule(
             f"the binary in {folder} needs the runtime {build.runtime_key[:8]}, and this process already uses "
-            f"another one ({loaded.__file__}): build all modules of a process with one gradgen and one compiler{again}"
+            f"another one ({loaded.__file__}): build all modules of a process with one gradgen and one "
+            f"compiler{again}"
         )
     _load(build.runtime_module, folder / f"{build.runtime_module}.so", again)
 
@@ -147,7 +156,7 @@ def _load(name: str, path: Path, again: str) -> ModuleType:
         loader.exec_module(module)
     except ImportError as error:
         sys.modules.pop(name, None)
-        raise CacheError(f"{path} cannot be loaded ({error}){again}") from error
+        raise UnusableModule(f"{path} cannot be loaded ({error}){again}") from error
     except BaseException:
         sys.modules.pop(name, None)
         raise

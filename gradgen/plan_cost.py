@@ -1,6 +1,6 @@
 """What a strategy costs: bytes of memory, bytes sent, and the collectives of a step in their order.
 
-The memory rules are those of docs/design/interfaces.md ("Memory of a manager"); the runtime's engine follows
+The memory rules are those of docs/design/layout-and-memory.md ("Memory of a manager"); the runtime's engine follows
 the same rules and a test compares what it allocates and issues with what is planned here.
 """
 

@@ -23,7 +23,7 @@ def check(path: str | os.PathLike[str]) -> Model:
 
     Raises UsageError for what is no readable file, SpecError with all findings for a wrong spec.
     """
-    return check_source(load(Path(path)))
+    return check_source(load(Path(path) if os.fspath(path) else ""))  # Path("") is the current folder
 
 
 def check_text(text: str, file: str = "<text>") -> Model:

@@ -35,7 +35,9 @@ MODULE = (
     EXTENSION
     + """\
 int model_value();
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_MODEL_MODULE), nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+static PyObject* compute(PyObject*, PyObject*) { return PyLong_FromLong(model_value()); }
+static PyMethodDef methods[] = {{"compute", compute, METH_NOARGS, ""}, {}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_MODEL_MODULE), nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC JOIN(PyInit_, GRADGEN_MODEL_MODULE)() {
     PyObject* module = PyModule_Create(&definition);
     if (module != nullptr) PyModule_AddIntConstant(module, "value", model_value());
@@ -54,8 +56,8 @@ def rendered(value: int = 2, manager: str | None = None) -> dict[str, str]:
         "model.json": "{}\n",
         "py.typed": "",
     }
-    native = f"from gradgen.importer import native\nvalue = native(__file__, 'toy', {keys.text_hash(files)!r}).value\n"
-    return {**files, "__init__.py": native}
+    load = f"module = native(__file__, 'toy', {keys.text_hash(files)!r})"
+    return {**files, "__init__.py": f"from gradgen.importer import native\n{load}\nvalue = module.value\n"}
 
 
 class Workshop:
@@ -130,6 +132,7 @@ class Workshop:
         return subprocess.Popen(
             [*wrapper, sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), **env},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

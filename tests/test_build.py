@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +56,8 @@ def test_eight_processes_compile_once(shop: Workshop) -> None:
     shop.compiler("sleep 0.3")
     start = time.time() + 1
     processes = [
-        shop.start(f"import time; time.sleep(max(0, {start} - time.time())); print(load().value)") for _ in range(8)
+        shop.start(f"import time; time.sleep(max(0, {start} - time.time())); print(load().value)")
+        for _ in range(8)
     ]
     assert [process.communicate(timeout=120)[0] for process in processes] == ["42\n"] * 8
     assert shop.compiled() == ["bindings.cpp", "manager.cpp", "module.cpp", "src/core.cpp"]
@@ -117,7 +117,9 @@ def test_waiter_says_for_whom_and_has_a_deadline(shop: Workshop, monkeypatch: py
 
 def test_compile_error_leads_to_the_spec(shop: Workshop) -> None:
     shop.compiler()
-    files = rendered(manager='// by gradgen\n#include "gradgen/fake.h"\nint model_value() { return wrong; }  // specs/toy.yaml:31\n')
+    files = rendered(
+        manager='// by gradgen\n#include "gradgen/fake.h"\nint model_value() { return wrong; }  // specs/toy.yaml:31\n'
+    )
     with pytest.raises(BuildError) as caught:
         shop.build(files=files)
     message = str(caught.value)
@@ -143,7 +145,9 @@ def test_compile_error_leads_to_the_spec(shop: Workshop) -> None:
 
 def test_error_in_a_header_leads_to_the_line_that_uses_it(shop: Workshop) -> None:
     header = shop.runtime / "include/gradgen/fake.h"
-    header.write_text("#pragma once\nint runtime_value();\ntemplate <class T> int twice(T x) { return x->y; }\n")
+    header.write_text(
+        "#pragma once\nint runtime_value();\ntemplate <class T> int twice(T x) { return x->y; }\n"
+    )
     code = '// by gradgen\n#include "gradgen/fake.h"\nint model_value() { return twice(1); }  // specs/toy.yaml:12\n'
     with pytest.raises(BuildError) as caught:
         shop.build(files=rendered(manager=code))
@@ -243,7 +247,9 @@ def test_compilers_that_cannot_be_used(shop: Workshop, monkeypatch: pytest.Monke
         find_toolchain()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(shop.folder))
-    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler \(g\+\+: not found; clang\+\+: not found\)"):
+    with pytest.raises(
+        ToolchainMissing, match=r"no C\+\+ compiler \(g\+\+: not found; clang\+\+: not found\)"
+    ):
         find_toolchain()
     assert ToolchainMissing.missing
 

@@ -74,7 +74,9 @@ def test_damaged_binary_is_built_again(
     assert shop.leftovers() == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "true", "[]", "null", '{"format": 1}', '{"format": 2, "builds": {}}', None, b"\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "true", "[]", "null", '{"format": 1}', '{"format": 2, "builds": {}}', None, b"\xff"]
+)
 def test_bad_manifest_is_a_miss(shop: Workshop, text: str | bytes | None) -> None:
     path = shop.build().dir / manifest.NAME
     wanted = path.read_text()
@@ -122,14 +124,25 @@ SAME: dict[str, Callable[[Workshop], object]] = {
     "variables of the environment": lambda shop: shop.patch.setenv("CPATH", "/nowhere"),
 }
 OTHER: dict[str, Callable[[Workshop], object]] = {
-    "a header": lambda shop: (shop.runtime / "include/gradgen/fake.h").write_text("#pragma once\nint runtime_value( );\n"),
-    "a source": lambda shop: (shop.runtime / "src/core.cpp").write_text("int runtime_value() { return 41; }\n"),
+    "a header": lambda shop: (shop.runtime / "include/gradgen/fake.h").write_text(
+        "#pragma once\nint runtime_value( );\n"
+    ),
+    "a source": lambda shop: (shop.runtime / "src/core.cpp").write_text(
+        "int runtime_value() { return 41; }\n"
+    ),
     "a new file": lambda shop: (shop.runtime / "src/more.cpp").write_text(""),
     "a file's name": lambda shop: (shop.runtime / "src/core.cpp").rename(shop.runtime / "src/heart.cpp"),
     "flags": lambda shop: shop.patch.setenv("GRADGEN_CXXFLAGS", "-O3"),
     "options in CXX": lambda shop: shop.patch.setenv("CXX", "g++ -DX"),
 }
-FIELDS = {"version": "g++ 99", "arch": "x86_64-0", "flags": ("-O0",), "python_tag": "cpython-399", "pybind11_version": "3.9", "device": "cuda"}
+FIELDS = {
+    "version": "g++ 99",
+    "arch": "x86_64-0",
+    "flags": ("-O0",),
+    "python_tag": "cpython-399",
+    "pybind11_version": "3.9",
+    "device": "cuda",
+}
 
 
 @pytest.mark.parametrize("what", SAME)
@@ -171,7 +184,9 @@ def test_text_hash_is_the_renderer_s() -> None:
     from gradgen.render import text_hash
 
     files = rendered()
-    assert keys.text_hash(files) == text_hash({name: text for name, text in files.items() if name != "__init__.py"})
+    assert keys.text_hash(files) == text_hash(
+        {name: text for name, text in files.items() if name != "__init__.py"}
+    )
 
 
 def test_list_and_clean(shop: Workshop) -> None:
@@ -199,7 +214,7 @@ def test_cache_that_is_removed_is_built_again(shop: Workshop) -> None:
         from types import SimpleNamespace
         gradgen.resolve.check = lambda spec: SimpleNamespace(name="toy")
         gradgen.render.render = lambda model: rendered(2)
-        real, seen = gradgen.build.__globals__ if False else sys.modules["gradgen.load"].import_artifact, []
+        real, seen = sys.modules["gradgen.load"].import_artifact, []
         def late(artifact):
             if not seen:
                 seen.append(1)
@@ -219,7 +234,12 @@ def test_folders_that_are_refused(shop: Workshop, monkeypatch: pytest.MonkeyPatc
     (shop.folder / "file").write_text("")
     (shop.folder / "open").mkdir()
     (shop.folder / "open").chmod(0o777)
-    cases = {"link": "is a symbolic link", "file": "is not a folder", "open": "others can write to", "file/x": "cannot make"}
+    cases = {
+        "link": "is a symbolic link",
+        "file": "is not a folder",
+        "open": "others can write to",
+        "file/x": "cannot make",
+    }
     for name, reason in cases.items():
         monkeypatch.setenv("GRADGEN_CACHE", str(shop.folder / name))
         with pytest.raises(CacheError, match=f"{reason}.*GRADGEN_CACHE"):
@@ -268,9 +288,16 @@ def test_user_without_an_entry(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: shutil.rmtree(tmp_path))
     tmp_path.chmod(0o777)
     code = "from gradgen import paths; print(paths.cache_dir())"
-    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     result = subprocess.run(
-        ["setpriv", "--reuid", "12345", "--clear-groups", sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        ["setpriv", "--reuid", "12345", "--clear-groups", sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if "ermission denied" in result.stderr and not result.stdout:
         pytest.skip("the interpreter cannot be read by other users")

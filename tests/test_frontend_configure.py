@@ -50,6 +50,7 @@ def test_numpy_values():
         ({"hidden": 2**31 + 1}, "dim 'hidden' must be between 1 and 2147483648, got 2147483649"),
         ({"hidden": 10**5000}, "dim 'hidden' must be between 1 and 2147483648, got a number of 16610 bits"),
         ({"qkv_bias": 1}, "flag 'qkv_bias' must be true or false, got 1"),
+        ({"qkv_bias": 10**5000}, "flag 'qkv_bias' must be true or false, got <int>"),
         ({"qkv_bias": "yes"}, "flag 'qkv_bias' must be true or false, got 'yes'"),
         (
             {"hidden": 4},

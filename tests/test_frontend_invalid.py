@@ -5,6 +5,7 @@ After a change that is meant, write the texts again: `python -m tests.test_front
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gradgen.diagnostics import SpecError, UsageError
 from gradgen.explain import explanations
@@ -83,6 +85,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_harmless(tmp_path):
     [
         ("missing.yaml", "missing.yaml: cannot read it: No such file or directory"),
         (".", ".: is a directory; name a spec file"),
+        ("", "'': cannot read it: No such file or directory"),
         ("/dev/zero", "/dev/zero: is not a regular file"),
         ("fifo", "fifo: is not a regular file"),
         ("loop", "loop: cannot read it: Too many levels of symbolic links"),
@@ -145,6 +148,47 @@ def test_random_damage_never_escapes():
             check_text("".join(damaged))
         except SpecError as error:
             assert error.diagnostics
+
+
+JUNK = [None, True, 0, -1, 2**63, "", "hidden +", "a.{i}", "class", "e\nf", [], {}, [[]], {"x": 1}]
+JUNK += [
+    {"block": "layer"},
+    {"block": 3},
+    {"weight": "embedding"},
+    {"when": {}},
+    {"rows": "k"},
+    "tied",
+    "layers",
+]
+
+
+def paths(data, path=()):
+    """Of all values within `data`."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from paths(value, (*path, key))
+
+
+def test_random_values_anywhere_never_escape():
+    """Wrong structure is mended for the checks of names: no combination of mistakes may break those."""
+    good = yaml.safe_load((INVALID.parent / "specs" / "mini.yaml").read_text())
+    chance = random.Random(11)
+    for _ in range(100):
+        data = copy.deepcopy(good)
+        for _ in range(chance.randint(1, 4)):
+            *parents, key = chance.choice(list(paths(data)))
+            parent = data
+            for step in parents:
+                parent = parent[step]
+            if chance.random() < 0.7:
+                parent[key] = copy.deepcopy(chance.choice(JUNK))
+            else:
+                del parent[key]
+        try:
+            check_text(yaml.safe_dump(data, sort_keys=False), "spec.yaml")
+        except SpecError as error:
+            assert all(line.startswith("spec.yaml:") for line in str(error).split("\n"))
 
 
 def rewrite() -> None:

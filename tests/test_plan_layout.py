@@ -115,7 +115,7 @@ def arenas(model: Model, world: int) -> tuple[list[layout.Arena], list[list[str]
 
 
 def segments(unit: layout.Arena, index: dict[str, int]) -> list[str]:
-    """Every rank's segments by the rules in docs/design/interfaces.md, not by those in layout.cpp."""
+    """Every rank's segments by the rules in docs/design/layout-and-memory.md, not by those in layout.cpp."""
     lines = []
     for rank in range(unit.world):
         shard, flat_base = 0, -1

@@ -34,7 +34,7 @@ void test_philox() {
     }
 }
 
-/// The counter and element order of docs/design/interfaces.md, spelled out once more.
+/// The counter and element order of docs/design/layout-and-memory.md, spelled out once more.
 void test_mapping() {
     const RoundingKey key{true, 0x1122334455667788u, 0x99aabbccddeeff00u, 0x1234, RoundingSite::wire};
     const std::uint64_t element = (std::uint64_t{0x5a} << 35) + 8 * 77 + 5;

@@ -80,6 +80,7 @@ struct Reducer {
     }
 
     /// kUnroll whole, aligned groups, kThreads apart. All loads of a batch are issued before the first is used.
+    template <int kUnroll>
     __device__ __forceinline__ void whole_groups(const CudaTile& tile, int first, Statistics& statistics) const {
         T* const to = target(tile) + 8 * first;
         Group<T> old[kUnroll];
@@ -131,16 +132,10 @@ struct Reducer {
         }
     }
 
-    /// Elements [begin, end) of one group, wherever they lie; the other values are zeros.
-    template <class E>
-    static __device__ __forceinline__ void gather(const E* from, int begin, int end, Compute<E> (&y)[8]) {
-        if (end - begin == 8 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) return widen(load_group(from), y);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = j >= begin && j < end ? to_compute(from[j]) : Compute<E>{0};
-    }
-
-    /// Part of a group, or one that is not aligned in some operand.
+    /// Part of a group, or one that some operand does not have at a multiple of 16 bytes: element by element. Sources are loaded in
+    /// batches here too: one after the other they would cost a memory latency each, longer than the rest of a small block takes.
     __device__ __forceinline__ void any_group(const CudaTile& tile, int index, Statistics& statistics) const {
+        constexpr int kTogether = kMany ? 4 : 1;
         const int begin = max(tile.begin - 8 * index, 0), end = min(tile.end - 8 * index, 8);
         const std::uint64_t group = tile.group + index;
         const std::uint32_t weight = tile.weight + p.weight_offset;
@@ -150,28 +145,37 @@ struct Reducer {
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = static_cast<V>(p.initial);
 #pragma unroll 1
-        for (int r = 0; r < p.count; ++r) {
-            Compute<S> y[8];
-            gather(source(r, tile) + 8 * index, begin, end, y);
-            through_wire(y, bits);
+        for (int r = 0; r < p.count; r += kTogether) {
+            S raw[kTogether][8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = sum(x[j], static_cast<V>(y[j]));
+            for (int b = 0; b < kTogether; ++b) {
+                const S* const from = source(min(r + b, p.count - 1), tile) + 8 * index;
+#pragma unroll
+                for (int j = 0; j < 8; ++j) raw[b][j] = j >= begin && j < end ? from[j] : S{};
+            }
+#pragma unroll
+            for (int b = 0; b < kTogether; ++b) {
+                if (r + b >= p.count) continue;
+                Compute<S> y[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) y[j] = to_compute(raw[b][j]);
+                through_wire(y, bits);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[j] = sum(x[j], static_cast<V>(y[j]));
+            }
         }
         if (!p.overwrite) {
-            V y[8];
-            gather(static_cast<const T*>(to), begin, end, y);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = sum(x[j], y[j]);
-        }
-        const Group<T> result = finish(x, group, weight);
-        if (end - begin == 8 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-            store_group(to, result);
-        } else {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                if (j >= begin && j < end) to[j] = element_of(result, j);
-                else x[j] = 0;
+                if (j >= begin && j < end) x[j] = sum(x[j], to_compute(to[j]));
             }
+        }
+        const Group<T> result = finish(x, group, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const bool mine = j >= begin && j < end;
+            if (mine) to[j] = element_of(result, j);
+            if (!mine) x[j] = 0;
         }
         if (p.stats) statistics.add(x);
     }
@@ -180,12 +184,19 @@ struct Reducer {
         constexpr int kGroups = kCudaTile / 8;
         static_assert(kGroups % (kThreads * kUnroll) == 0);
         const auto misaligned = ((tile.source & p.arena_mask) | (tile.shard & p.shard_mask)) & 7;
-        if ((misaligned | p.unaligned | tile.begin | (tile.end ^ kCudaTile)) == 0) {
+        const bool aligned = (misaligned | p.unaligned) == 0;
+        if (aligned && tile.begin == 0 && tile.end == kCudaTile) {
 #pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < kGroups; i += kThreads * kUnroll) whole_groups(tile, i, statistics);
-        } else {
+            for (int i = static_cast<int>(threadIdx.x); i < kGroups; i += kThreads * kUnroll) whole_groups<kUnroll>(tile, i, statistics);
+            return;
+        }
 #pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads) any_group(tile, i, statistics);
+        for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads) {
+            if (aligned && 8 * i >= tile.begin && 8 * i + 8 <= tile.end) {
+                whole_groups<1>(tile, i, statistics);
+            } else {
+                any_group(tile, i, statistics);
+            }
         }
     }
 };
