@@ -1,8 +1,9 @@
-// Times the CUDA kernels block by block over real layouts and writes one JSON object (tests/gpu/run.sh builds and runs it).
+// Times the CUDA kernels block by block over real layouts and writes one JSON object (tests/gpu/run.sh builds and runs
+// it).
 //
-// Every case runs once a round, interleaved with device-to-device copies of the same blocks; a case's time is the median over rounds and
-// its ratio is (bytes read plus written) / time over the same for the copy of this run. Each block has memory of its own, in total far more
-// than the L2 cache.
+// Every case runs once a round, interleaved with device-to-device copies of the same blocks; a case's time is the
+// median over rounds and its ratio is (bytes read plus written) / time over the same for the copy of this run. Each
+// block has memory of its own, in total far more than the L2 cache.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -94,7 +95,8 @@ class Bench {
         bytes_ = static_cast<std::size_t>(sharded.numel) * 2;
         for (int i = 0; i < 2 * blocks; ++i) {
             memory_.push_back(allocate(bytes_));
-            fill<<<1024, 256>>>(static_cast<std::uint16_t*>(memory_.back().get()), sharded.numel, static_cast<std::uint32_t>(i));
+            fill<<<1024, 256>>>(static_cast<std::uint16_t*>(memory_.back().get()), sharded.numel,
+                                static_cast<std::uint32_t>(i));
         }
         stats_ = allocate(sizeof(CudaStats));
         scale_ = allocate(sizeof(float));
@@ -130,10 +132,14 @@ class Bench {
         for (std::size_t i = 0; i < cases_.size(); ++i) {
             Case& c = cases_[i];
             const double rate = c.bytes * blocks_ / c.median(), micro = c.median() / blocks_ * 1e6;
-            std::printf("%-14s %-46s %8.1f us %7.0f GB/s %6.3f of copy\n", model_.c_str(), c.name.c_str(), micro, rate * 1e-9, rate / copy);
+            std::printf("%-14s %-46s %8.1f us %7.0f GB/s %6.3f of copy\n", model_.c_str(), c.name.c_str(), micro,
+                        rate * 1e-9, rate / copy);
             if (!json) continue;
-            std::fprintf(json, "    {\"model\": \"%s\", \"case\": \"%s\", \"us_per_block\": %.2f, \"gb_per_s\": %.1f, \"of_copy\": %.4f}%s\n",
-                         model_.c_str(), c.name.c_str(), micro, rate * 1e-9, rate / copy, last && i + 1 == cases_.size() ? "" : ",");
+            std::fprintf(json,
+                         "    {\"model\": \"%s\", \"case\": \"%s\", \"us_per_block\": %.2f, \"gb_per_s\": %.1f, "
+                         "\"of_copy\": %.4f}%s\n",
+                         model_.c_str(), c.name.c_str(), micro, rate * 1e-9, rate / copy,
+                         last && i + 1 == cases_.size() ? "" : ",");
         }
     }
 
@@ -160,7 +166,8 @@ class Bench {
         cases_.push_back({"pack bf16 slice", 4.0 * static_cast<double>(mine_->numel()), [this](int block) {
                               cuda_pack(DType::bf16, target(block), DType::bf16, source(block), *mine_, {}, nullptr);
                           }});
-        cases_.push_back({"zero", static_cast<double>(bytes_), [this](int block) { cuda_zero(target(block), bytes_, nullptr); }});
+        cases_.push_back(
+            {"zero", static_cast<double>(bytes_), [this](int block) { cuda_zero(target(block), bytes_, nullptr); }});
     }
 
     ReduceArgs arguments(DType target, bool stochastic) {
@@ -178,7 +185,8 @@ class Bench {
                               args.target_in_arena = true;
                               args.overwrite = false;
                               const ReduceSource from{source(block), false};
-                              cuda_reduce(args, std::span(&from, 1), *whole_, full ? stats() : nullptr, full ? scale() : nullptr, nullptr,
+                              cuda_reduce(args, std::span(&from, 1), *whole_, full ? stats() : nullptr,
+                                          full ? scale() : nullptr, nullptr,
                                           counted ? static_cast<const CudaCounters*>(counters_.get()) : nullptr);
                           }});
     }
@@ -189,8 +197,10 @@ class Bench {
                               ReduceArgs args = arguments(type, stochastic);
                               args.target = target(block);
                               ReduceSource from[kWorld];
-                              for (int r = 0; r < kWorld; ++r) from[r] = {static_cast<char*>(source(block)) + 2 * shard_ * r, true};
-                              cuda_reduce(args, from, *mine_, full ? stats() : nullptr, full ? scale() : nullptr, nullptr);
+                              for (int r = 0; r < kWorld; ++r)
+                                  from[r] = {static_cast<char*>(source(block)) + 2 * shard_ * r, true};
+                              cuda_reduce(args, from, *mine_, full ? stats() : nullptr, full ? scale() : nullptr,
+                                          nullptr);
                           }});
     }
 
@@ -212,9 +222,11 @@ void benchmark(const char* path, const char* driver, const char* command) {
     ok(cudaGetDeviceProperties(&device, 0));
     ok(cudaRuntimeGetVersion(&runtime));
     if (json) {
-        std::fprintf(json, "{\n  \"machine\": \"%s, %d multiprocessors, %.0f GiB\",\n  \"driver\": \"%s\",\n  \"cuda\": \"%d.%d\",\n", device.name,
-                     device.multiProcessorCount, static_cast<double>(device.totalGlobalMem) / 1073741824.0, driver, runtime / 1000,
-                     runtime % 1000 / 10);
+        std::fprintf(
+            json,
+            "{\n  \"machine\": \"%s, %d multiprocessors, %.0f GiB\",\n  \"driver\": \"%s\",\n  \"cuda\": \"%d.%d\",\n",
+            device.name, device.multiProcessorCount, static_cast<double>(device.totalGlobalMem) / 1073741824.0, driver,
+            runtime / 1000, runtime % 1000 / 10);
         std::fprintf(json, "  \"command\": \"%s\",\n  \"cases\": [\n", command);
     }
     {
@@ -234,7 +246,8 @@ void benchmark(const char* path, const char* driver, const char* command) {
 /// gpu_kernels [json file] [driver version] [command]
 int main(int argc, char** argv) {
     try {
-        benchmark(argc > 1 ? argv[1] : nullptr, argc > 2 ? argv[2] : "unknown", argc > 3 ? argv[3] : "benchmarks/gpu_kernels");
+        benchmark(argc > 1 ? argv[1] : nullptr, argc > 2 ? argv[2] : "unknown",
+                  argc > 3 ? argv[3] : "benchmarks/gpu_kernels");
     } catch (const std::exception& error) {
         std::fprintf(stderr, "gpu_kernels: %s\n", error.what());
         return 1;

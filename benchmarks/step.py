@@ -29,7 +29,13 @@ WORLD = 2
 CONFIGS = {"light": {"length": 32, "batch": 1}, "standard": {"length": 128, "batch": 2}}
 DDP = ("ddp", "ddp_view_nosync", "ddp_view_nosync_zero")
 FSDP2 = ("fsdp2", "fsdp2_nosync", "fsdp2_nosync_keep")
-GRADGEN = ("gradgen_unsharded", "gradgen_replicated", "gradgen_sharded", "gradgen_sharded_all_to_all")
+GRADGEN = (
+    "gradgen_unsharded",
+    "gradgen_unsharded_fused",
+    "gradgen_replicated",
+    "gradgen_sharded",
+    "gradgen_sharded_all_to_all",
+)
 VARIANTS = ("floor", *DDP, *FSDP2, *GRADGEN)
 
 
@@ -120,6 +126,8 @@ def measure(
             rows[variant].append(
                 {
                     "ms": step_ms(ranks),
+                    "cpu_ms": 1000
+                    * median(sum(cpu) / WORLD for cpu in zip(*(rank["cpu"] for rank in ranks), strict=True)),
                     "peak_mib": max(rank["peak_mib"] for rank in ranks),
                     "calm": calm,
                     "gradient_mib": max(rank["gradient_bytes"] for rank in ranks) / 2**20,
@@ -144,6 +152,9 @@ def summarise(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]
         table[variant] = {
             "step_ms": median(entry["ms"] for entry in entries),
             "overhead_ms": median(overheads),
+            "cpu_overhead_ms": median(
+                entry["cpu_ms"] - base["cpu_ms"] for entry, base in zip(entries, rows["floor"], strict=True)
+            ),
             "overhead_range_ms": [min(overheads), max(overheads)],
             "peak_mib": median(entry["peak_mib"] for entry in entries),
             "gradient_mib": entries[0]["gradient_mib"],
@@ -159,7 +170,7 @@ def summarise(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 def show(table: dict[str, dict[str, Any]]) -> str:
     lines = [
-        f"{'variant':28s} {'step':>8s} {'over floor (range)':>24s} "
+        f"{'variant':28s} {'step':>8s} {'over floor (range)':>24s} {'cpu':>6s} "
         f"{'/DDP':>6s} {'/FSDP2':>6s} {'gradients':>9s} {'plan':>7s} {'peak':>7s}"
     ]
     for variant, row in table.items():
@@ -171,11 +182,14 @@ def show(table: dict[str, dict[str, Any]]) -> str:
         ]
         plan = f"{row['planned_mib']:7.1f}" if row["planned_mib"] else "      -"
         lines.append(
-            f"{variant:28s} {row['step_ms']:8.0f} {over:>24s} {ratios[0]} {ratios[1]} "
+            f"{variant:28s} {row['step_ms']:8.0f} {over:>24s} {row['cpu_overhead_ms']:6.0f} {ratios[0]} {ratios[1]} "
             f"{row['gradient_mib']:9.1f} {plan} {row['peak_mib']:7.0f}"
         )
     return "\n".join(
-        [*lines, "milliseconds and MiB a rank; /DDP, /FSDP2: overhead relative to the best variant of each"]
+        [
+            *lines,
+            "milliseconds and MiB a rank; cpu: processor time over the floor's; /DDP, /FSDP2: overhead relative to the best variant of each",
+        ]
     )
 
 

@@ -154,7 +154,7 @@ def build(name: str, model: Decoder) -> Variant:
         return ddp(model, set(rest.split("_")) - {""})
     if family == "fsdp2":
         return fsdp2(model, set(rest.split("_")) - {""})
-    return gradgen_variant(model, rest, {})
+    return gradgen_variant(model, rest.removesuffix("_fused"), {"fuse_linear": rest.endswith("_fused")})
 
 
 def status_mib(key: str) -> float:
@@ -190,10 +190,10 @@ def main() -> None:
     losses: list[float] = []
     gradient_bytes = 0
 
-    def step(timed: bool) -> float:
+    def step(timed: bool) -> tuple[float, float]:
         nonlocal gradient_bytes
         dist.barrier()
-        start, total = time.perf_counter(), 0.0
+        start, cpu, total = time.perf_counter(), time.process_time(), 0.0
         for i, tokens in enumerate(data):
             with variant.micro(i, len(data)):
                 loss = variant.forward(tokens[:, :-1], tokens[:, 1:])
@@ -203,7 +203,7 @@ def main() -> None:
                 gradient_bytes = max(gradient_bytes, variant.gradient_bytes())
         variant.step()
         losses.append(total)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
 
     for _ in range(args.warmup):
         step(False)
@@ -212,7 +212,8 @@ def main() -> None:
     result = {
         "variant": args.variant,
         "rank": rank,
-        "times": times,
+        "times": [wall for wall, _ in times],
+        "cpu": [cpu for _, cpu in times],
         "losses": losses,
         "gradient_bytes": gradient_bytes,
         "planned_bytes": variant.planned_bytes,

@@ -160,6 +160,7 @@ def generate(specs: tuple[str, ...], output: str, only_check: bool, force: bool)
 @force
 def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, force: bool) -> int:
     """Generate packages and compile them."""
+    from gradgen.cli_reports import counted
     from gradgen.generate import check_specs
     from gradgen.package import build as run
 
@@ -167,7 +168,7 @@ def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, fo
     for spec in specs:
         with console.Progress(f"compiling {spec}") as log:
             package = run(spec, output, device=device, jobs=jobs, force=force, log=log)
-        console.answer(f"{package.dir}: {len(package.written)} files written")
+        console.answer(f"{package.dir}: {counted(len(package.written), 'file')} written")
     return console.OK
 
 

@@ -26,7 +26,7 @@ _LOST = re.compile(
     r"|unexpected eof|not connected",
     re.IGNORECASE,
 )
-_LATE = re.compile(r"time[d ]?-?out|deadline", re.IGNORECASE)
+_LATE = re.compile(r"timed?[ -]?out|deadline", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ def _load_runtime(folder: Path, build: manifest.Build, again: str) -> None:
     loaded = _loaded_runtime()
     if loaded is not None and loaded.__name__ != build.runtime_module:
         raise UnusableModule(
-            f"the binary in {folder} needs the runtime {build.runtime_key[:8]}, and this process already uses "
-            f"another one ({loaded.__file__}): build all modules of a process with one gradgen and one "
+            f"the binary in {folder} needs the runtime {build.runtime_key[:8]}, and this process already "
+            f"uses another one ({loaded.__file__}): build all modules of a process with one gradgen and one "
             f"compiler{again}"
         )
     _load(build.runtime_module, folder / f"{build.runtime_module}.so", again)

@@ -80,7 +80,7 @@ def build_package(
         / "locks"
         / f"package_{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]}"
     )
-    with locked(lock, lambda: False, log):
+    with locked(lock, lambda: False, lambda text: log(f"gradgen: {folder}: {text}")):
         try:
             return Package(model, folder, artifact.key, tuple(_update(folder, files, artifact)))
         except OSError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from gradgen.diagnostics import BuildError
+from gradgen.diagnostics import BuildError, UsageError
 
 GCC, CLANG = 12, 16  # the first ones with what the runtime uses of C++20
 CANDIDATES = ("g++", "clang++", "c++", "g++-15", "g++-14", "g++-13", "g++-12", "clang++-19", "clang++-18")
@@ -85,10 +85,10 @@ def find_toolchain(device: str = "cpu") -> Toolchain:
     GRADGEN_CXXFLAGS adds flags. Raises ToolchainMissing, which says what is missing and how to get it. Asking
     a compiler takes 30 ms, so nothing about it is kept on disk: what a wrapper hides is asked each time.
     """
-    if device not in ("cpu", "auto"):
-        raise ToolchainMissing(
-            f"device {device!r} cannot be built here: this gradgen has no {device} runtime"
-        )
+    if device not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"device must be cpu, cuda or auto, not {device!r}")
+    if device == "cuda":
+        raise ToolchainMissing("device cuda cannot be built: this gradgen has no CUDA runtime")
     return _find(
         os.environ.get("CXX", ""), os.environ.get("GRADGEN_CXXFLAGS", ""), os.environ.get("PATH", "")
     )

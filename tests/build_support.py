@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ RUNTIME = {
     "src/core.cpp": '#include "gradgen/fake.h"\nint runtime_value() { return 40; }\n',
     "bindings/module.cpp": EXTENSION
     + """\
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_RUNTIME_MODULE), nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_RUNTIME_MODULE), nullptr, -1};
 PyMODINIT_FUNC JOIN(PyInit_, GRADGEN_RUNTIME_MODULE)() { return PyModule_Create(&definition); }
 """,
 }
@@ -37,7 +40,7 @@ MODULE = (
 int model_value();
 static PyObject* compute(PyObject*, PyObject*) { return PyLong_FromLong(model_value()); }
 static PyMethodDef methods[] = {{"compute", compute, METH_NOARGS, ""}, {}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_MODEL_MODULE), nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, TEXT(GRADGEN_MODEL_MODULE), nullptr, -1, methods};
 PyMODINIT_FUNC JOIN(PyInit_, GRADGEN_MODEL_MODULE)() {
     PyObject* module = PyModule_Create(&definition);
     if (module != nullptr) PyModule_AddIntConstant(module, "value", model_value());
@@ -60,6 +63,9 @@ def rendered(value: int = 2, manager: str | None = None) -> dict[str, str]:
     return {**files, "__init__.py": f"from gradgen.importer import native\n{load}\nvalue = module.value\n"}
 
 
+_built: list[Path] = []
+
+
 class Workshop:
     """A cache, a runtime and a compiler that counts, all of the test's own."""
 
@@ -74,6 +80,18 @@ class Workshop:
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setattr(paths, "runtime_dir", lambda: self.runtime)
         self.notes: list[str] = []
+
+    def built(self) -> Workshop:
+        """This workshop with a cache that already holds `rendered(2)`: keys know no folders."""
+        if not _built:
+            self.build(2)
+            _built.append(Path(tempfile.mkdtemp(prefix="gradgen-built-")))
+            atexit.register(shutil.rmtree, _built[0], ignore_errors=True)
+            shutil.copytree(self.cache, _built[0] / "cache")
+        else:
+            shutil.copytree(_built[0] / "cache", self.cache)
+        self.notes.clear()
+        return self
 
     def compiler(self, body: str = "") -> Path:
         """A compiler that writes its arguments to `calls`, then runs `body` when it compiles."""
@@ -115,6 +133,7 @@ class Workshop:
         """A process that has this runtime, `build(value)` and `load(value)`."""
         prelude = f"""
             import sys
+import tempfile
             from pathlib import Path
             import gradgen.paths
             gradgen.paths.runtime_dir = lambda: Path({str(self.runtime)!r})

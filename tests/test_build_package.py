@@ -18,7 +18,7 @@ from gradgen.toolchain import find_toolchain, python_tag
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    return Workshop(tmp_path, monkeypatch)
+    return Workshop(tmp_path, monkeypatch).built()
 
 
 def pack(shop: Workshop, value: int = 2, force: bool = False) -> Package:
@@ -173,7 +173,8 @@ def test_one_runtime_a_process(shop: Workshop) -> None:
 
 def test_importing_needs_nothing_heavy(shop: Workshop) -> None:
     pack(shop)
-    heavy = "[name for name in ('torch', 'jinja2', 'yaml', 'jsonschema', 'click', 'pybind11') if name in sys.modules]"
+    names = ("torch", "jinja2", "yaml", "jsonschema", "click", "pybind11")
+    heavy = f"[name for name in {names} if name in sys.modules]"
     environment = {**os.environ, "PYTHONPATH": str(shop.folder / "out")}
     code = f"""
 import sys

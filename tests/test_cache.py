@@ -60,7 +60,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_damaged_binary_is_built_again(
     shop: Workshop, damage: str, which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = shop.build()
+    first = shop.built().build()
     (path,) = first.dir.glob(f"{which}_*.so")
     content = path.read_bytes()
     path.chmod(0o600)
@@ -78,7 +78,7 @@ def test_damaged_binary_is_built_again(
     "text", ["", "{", "true", "[]", "null", '{"format": 1}', '{"format": 2, "builds": {}}', None, b"\xff"]
 )
 def test_bad_manifest_is_a_miss(shop: Workshop, text: str | bytes | None) -> None:
-    path = shop.build().dir / manifest.NAME
+    path = shop.built().build().dir / manifest.NAME
     wanted = path.read_text()
     if text is None:
         path.unlink()
@@ -89,7 +89,7 @@ def test_bad_manifest_is_a_miss(shop: Workshop, text: str | bytes | None) -> Non
 
 
 def test_manifest_of_another_key_is_a_miss(shop: Workshop) -> None:
-    path = shop.build().dir / manifest.NAME
+    path = shop.built().build().dir / manifest.NAME
     data = json.loads(path.read_text())
     (build,) = data["builds"].values()
     build["key"] = build["key"][:12] + "0" * 52
@@ -190,7 +190,7 @@ def test_text_hash_is_the_renderer_s() -> None:
 
 
 def test_list_and_clean(shop: Workshop) -> None:
-    shop.build(2)
+    shop.built()
     process = shop.start("load(3); print('loaded', flush=True); sys.stdin.read(); print(load(3).value)")
     assert process.stdout is not None
     process.stdout.readline()
@@ -207,7 +207,7 @@ def test_list_and_clean(shop: Workshop) -> None:
 
 def test_cache_that_is_removed_is_built_again(shop: Workshop) -> None:
     """Between the check and the import."""
-    result = shop.run(
+    result = shop.built().run(
         """
         import shutil
         import gradgen.load, gradgen.render, gradgen.resolve
@@ -306,7 +306,7 @@ def test_user_without_an_entry(request: pytest.FixtureRequest) -> None:
 
 
 def test_lock_that_is_a_link_is_refused(shop: Workshop) -> None:
-    key = shop.build().key
+    key = shop.built().build().key
     clean()
     victim = shop.folder / "victim"
     (shop.cache / "locks" / f"toy_{key[:12]}").symlink_to(victim)

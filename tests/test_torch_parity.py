@@ -1,6 +1,4 @@
-"""Gradients and training of real transformers models equal plain autograd, for every strategy, at W = 1, 2
-and 3.
-"""
+"""Gradients and training of real transformers models equal plain autograd, for every strategy, at W = 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -10,45 +8,46 @@ from typing import Any
 import pytest
 from torch_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "gpt2", "gpt2-untied"]
 STRATEGIES = ["unsharded", "sharded", "sharded_all_to_all", "replicated", "fully_sharded"]
 
 
 @cache
-def parity(world: int) -> list[dict[str, dict[str, float]]]:
-    models = MODELS if world < 3 else ["llama", "llama-tied", "gpt2"]
-    return run_ranks(world, "torch_scenarios:parity", models=models)
+def ranks(world: int) -> list[dict[str, Any]]:
+    """What every rank found; the ranks of a world size start once for all tests."""
+    return run_ranks(
+        world,
+        "torch_scenarios:everything",
+        models=MODELS if world < 3 else ["llama", "llama-tied", "gpt2"],
+        train={1: [], 2: STRATEGIES, 3: ["sharded"]}[world],
+        faults=world == 2,
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients_equal_plain_autograd_and_ddp(world: int) -> None:
-    for rank, models in enumerate(parity(world)):
-        for model, errors in models.items():
+    for rank, results in enumerate(ranks(world)):
+        for model, errors in results["parity"].items():
             assert set(errors) == {"ddp", *STRATEGIES}
             bad = {way: error for way, error in errors.items() if not error <= 1e-6}
             assert not bad, f"W={world} rank {rank} {model}: relative errors {bad}"
 
 
-@cache
-def curves(world: int, strategies: tuple[str, ...]) -> list[dict[str, list[float]]]:
-    return run_ranks(
-        world, "torch_scenarios:curves", name="llama-tied", strategies=list(strategies), steps=30
-    )
-
-
-@pytest.mark.parametrize(("world", "strategies"), [(2, tuple(STRATEGIES)), (3, ("sharded",))])
-def test_thirty_steps_follow_one_process(world: int, strategies: tuple[str, ...]) -> None:
-    for results in curves(world, strategies):
-        single = results.pop("single")
+@pytest.mark.parametrize("world", [2, 3])
+def test_thirty_steps_follow_one_process(world: int) -> None:
+    for results in ranks(world):
+        single = results["curves"]["single"]
         assert single[-1] < single[0] - 1
-        for strategy, losses in results.items():
+        for strategy, losses in results["curves"].items():
             worst = max(abs(a - b) / b for a, b in zip(losses, single, strict=True))
             assert worst < 2e-4, f"{strategy}: {worst}"
 
 
 def test_refused_optimizers_and_ranks_that_differ() -> None:
-    results: list[dict[str, Any]] = run_ranks(2, "torch_scenarios:optimizer_faults")
-    for messages in results:
+    for results in ranks(2):
+        messages = results["faults"]
         assert messages["LBFGS"].startswith(
             "UsageError: torch.optim.LBFGS cannot be used here: it needs a closure"
         )
@@ -61,4 +60,4 @@ def test_refused_optimizers_and_ranks_that_differ() -> None:
 
 
 def test_optimizer_state_survives_save_and_load() -> None:
-    assert run_ranks(2, "torch_scenarios:state_roundtrip") == [True, True]
+    assert [results["state"] for results in ranks(2)] == [True, True]

@@ -49,6 +49,15 @@ def ddp_error(model: torch.nn.Module, data: torch.Tensor, wanted: dict[str, torc
     )
 
 
+def everything(models: list[str], train: list[str], faults: bool) -> dict[str, Any]:
+    """All that test_torch_parity.py asks of one world size, in one start of the ranks."""
+    results: dict[str, Any] = {"parity": parity(models), "curves": curves("llama-tied", train, 30)}
+    if faults:
+        results["state"] = state_roundtrip()
+        results["faults"] = optimizer_faults()
+    return results
+
+
 def parity(models: list[str]) -> dict[str, dict[str, float]]:
     """Per model: errors of DDP and of every strategy, against one process that sees every rank's data."""
     rank, world = dist.get_rank(), dist.get_world_size()

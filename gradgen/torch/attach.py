@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from gradgen.diagnostics import StateError
 from gradgen.torch.linear import fuse
 from gradgen.torch.names import Pair, Rename, match

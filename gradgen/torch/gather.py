@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from gradgen.torch.shards import Shard
 from gradgen.torch.types import Communicator
 

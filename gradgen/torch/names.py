@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from gradgen.diagnostics import Error
 from gradgen.torch.types import Manager, WeightRecord, torch_dtype
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+
 from gradgen.diagnostics import UsageError
 from gradgen.torch.gather import ParameterGather
 from gradgen.torch.names import Rename, match

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from gradgen.diagnostics import MismatchError
 from gradgen.torch.names import Pair
 from gradgen.torch.types import Manager, as_torch

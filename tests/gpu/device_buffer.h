@@ -148,8 +148,8 @@ class Buffer {
 };
 
 inline void compare_stats(const std::string& name, const ReduceStats& got, const ReduceStats& want) {
-    check::that(got.nonfinite == want.nonfinite, name + ": " + std::to_string(got.nonfinite) + " non-finite, the CPU has " +
-                                                     std::to_string(want.nonfinite));
+    check::that(got.nonfinite == want.nonfinite, name + ": " + std::to_string(got.nonfinite) +
+                                                     " non-finite, the CPU has " + std::to_string(want.nonfinite));
     const bool close = std::isfinite(want.sum_squares)
                            ? std::fabs(got.sum_squares - want.sum_squares) <= 1e-6 * want.sum_squares
                            : !std::isfinite(got.sum_squares);

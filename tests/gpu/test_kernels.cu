@@ -27,7 +27,8 @@ struct Layout {
 };
 
 /// `aligned`: as an arena of whole or flat weights. `rows`: slices that start inside of a group of 8, packed shards.
-/// `odd`: any offsets, elements up to 2^35 where the counter's second word changes. `bases`: pointers off by one element.
+/// `odd`: any offsets, elements up to 2^35 where the counter's second word changes. `bases`: pointers off by one
+/// element.
 std::vector<Layout> make_layouts() {
     std::vector<Layout> layouts = {{"aligned"}, {"rows"}, {"odd"}, {"bases", {}, 0, 1}};
     for (Layout& layout : layouts) {
@@ -59,11 +60,11 @@ struct Case {
 
 std::string describe(const Case& c, const Layout& layout) {
     constexpr const char* kValues[] = {" mixed", " special", " tiny", " huge"};
-    return std::string(to_string(c.target)) + " <- " + std::to_string(c.world) + " x " + std::string(to_string(c.source)) +
-           " wire " + std::string(to_string(c.wire)) + (c.stochastic ? " stochastic" : " nearest") +
-           (c.overwrite ? " overwrite" : " add") + (c.in_arena ? " arena" : " shard") + (c.in_place ? " in-place" : "") +
-           " scale " + check::number(c.scale) + " x " + check::number(c.device_scale) +
-           kValues[static_cast<int>(c.values)] + " " + layout.name;
+    return std::string(to_string(c.target)) + " <- " + std::to_string(c.world) + " x " +
+           std::string(to_string(c.source)) + " wire " + std::string(to_string(c.wire)) +
+           (c.stochastic ? " stochastic" : " nearest") + (c.overwrite ? " overwrite" : " add") +
+           (c.in_arena ? " arena" : " shard") + (c.in_place ? " in-place" : "") + " scale " + check::number(c.scale) +
+           " x " + check::number(c.device_scale) + kValues[static_cast<int>(c.values)] + " " + layout.name;
 }
 
 ReduceStats total_of(Device<CudaStats>& stats) {
@@ -100,7 +101,8 @@ void run(const Case& c, const Layout& layout, const CudaSegments& table) {
     Device<CudaStats> stats;
     stats.zero();
     const Device<float> factor(c.device_scale);
-    cuda_reduce(args, device, table, turn % 5 ? stats.get() : nullptr, c.device_scale ? factor.get() : nullptr, nullptr);
+    cuda_reduce(args, device, table, turn % 5 ? stats.get() : nullptr, c.device_scale ? factor.get() : nullptr,
+                nullptr);
 
     args.target = target.host();
     if (c.device_scale && c.target == DType::f64) args.scale = c.scale * static_cast<double>(c.device_scale);
@@ -112,53 +114,72 @@ void run(const Case& c, const Layout& layout, const CudaSegments& table) {
     if (c.world == 1 || turn % 5 == 0) {
         stats.zero();
         cuda_measure(c.target, target.device(), c.in_arena, table, stats.get(), nullptr);
-        gpu::compare_stats(name + " measure", total_of(stats), measure(c.target, target.host(), c.in_arena, layout.segments));
+        gpu::compare_stats(name + " measure", total_of(stats),
+                           measure(c.target, target.host(), c.in_arena, layout.segments));
     }
 }
 
 void test_reduce(const std::vector<Layout>& layouts) {
     std::vector<CudaSegments> tables;
     for (const Layout& layout : layouts) tables.emplace_back(layout.segments);
-    for (const DType target : kTypes) for (const DType source : kTypes) for (const DType wire : kTypes) {
-        if (!can_reduce(target, source, wire)) {
-            const ReduceArgs args{target, nullptr, false, source, wire, true, 1.0, {}, {}};
-            check::throws<std::invalid_argument>([&] { cuda_reduce(args, {}, tables[0], nullptr, nullptr, nullptr); }, "no kernel", "types");
-            continue;
-        }
-        for (const bool stochastic : {false, true}) for (const bool overwrite : {false, true}) for (const int world : {0, 1, 2, 3, 4, 8, 63}) {
-            for (const Values kind : {Values::mixed, Values::special, Values::tiny, Values::huge}) {
-                if (kind != Values::mixed && world != 1 && world != 4) continue;
-                ++turn;
-                const auto which = static_cast<std::size_t>(turn) % layouts.size();
-                const bool in_place = target == source && turn % 2;
-                const Case c{target, source, wire, stochastic, overwrite, turn % 7 < 3, in_place, turn % 3 ? 1.0 / 3 : 1.0,
-                             turn % 4 == 1 ? 0.3f : 0.0f, world, kind};
-                run(c, layouts[which], tables[which]);
+    for (const DType target : kTypes)
+        for (const DType source : kTypes)
+            for (const DType wire : kTypes) {
+                if (!can_reduce(target, source, wire)) {
+                    const ReduceArgs args{target, nullptr, false, source, wire, true, 1.0, {}, {}};
+                    check::throws<std::invalid_argument>(
+                        [&] { cuda_reduce(args, {}, tables[0], nullptr, nullptr, nullptr); }, "no kernel", "types");
+                    continue;
+                }
+                for (const bool stochastic : {false, true})
+                    for (const bool overwrite : {false, true})
+                        for (const int world : {0, 1, 2, 3, 4, 8, 63}) {
+                            for (const Values kind : {Values::mixed, Values::special, Values::tiny, Values::huge}) {
+                                if (kind != Values::mixed && world != 1 && world != 4) continue;
+                                ++turn;
+                                const auto which = static_cast<std::size_t>(turn) % layouts.size();
+                                const bool in_place = target == source && turn % 2;
+                                const Case c{target,
+                                             source,
+                                             wire,
+                                             stochastic,
+                                             overwrite,
+                                             turn % 7 < 3,
+                                             in_place,
+                                             turn % 3 ? 1.0 / 3 : 1.0,
+                                             turn % 4 == 1 ? 0.3f : 0.0f,
+                                             world,
+                                             kind};
+                                run(c, layouts[which], tables[which]);
+                            }
+                        }
             }
-        }
-    }
 }
 
 void test_pack_and_scale(const Layout& layout) {
     const CudaSegments table(layout.segments);
-    for (const DType in : kTypes) for (const DType out : kTypes) for (const bool stochastic : {false, true}) {
-        if (in != out && !can_reduce(out, in, in)) continue;
-        const std::string name = "pack " + std::string(to_string(in)) + " to " + std::string(to_string(out)) + " " + layout.name;
-        Buffer from(in, layout.numel, layout.shift), to(out, layout.numel, layout.shift);
-        from.fill(layout.segments, true, Values::special, 4);
-        to.fill(layout.segments, false, Values::mixed, 5);
-        from.upload();
-        to.upload();
-        const RoundingKey key{stochastic, 11, 12, 13, RoundingSite::wire};
-        cuda_pack(out, to.device(), in, from.device(), table, key, nullptr);
-        pack(out, to.host(), in, from.host(), layout.segments, key);
-        to.compare(name);
-        if (in != out) continue;
-        const Device<float> factor(0.3f);
-        cuda_scale(in, to.device(), false, table, 0.5, factor.get(), nullptr);
-        scale(in, to.host(), false, layout.segments, in == DType::f64 ? 0.5 * static_cast<double>(0.3f) : 0.5f * 0.3f);
-        to.compare("scale " + name);
-    }
+    for (const DType in : kTypes)
+        for (const DType out : kTypes)
+            for (const bool stochastic : {false, true}) {
+                if (in != out && !can_reduce(out, in, in)) continue;
+                const std::string name =
+                    "pack " + std::string(to_string(in)) + " to " + std::string(to_string(out)) + " " + layout.name;
+                Buffer from(in, layout.numel, layout.shift), to(out, layout.numel, layout.shift);
+                from.fill(layout.segments, true, Values::special, 4);
+                to.fill(layout.segments, false, Values::mixed, 5);
+                from.upload();
+                to.upload();
+                const RoundingKey key{stochastic, 11, 12, 13, RoundingSite::wire};
+                cuda_pack(out, to.device(), in, from.device(), table, key, nullptr);
+                pack(out, to.host(), in, from.host(), layout.segments, key);
+                to.compare(name);
+                if (in != out) continue;
+                const Device<float> factor(0.3f);
+                cuda_scale(in, to.device(), false, table, 0.5, factor.get(), nullptr);
+                scale(in, to.host(), false, layout.segments,
+                      in == DType::f64 ? 0.5 * static_cast<double>(0.3f) : 0.5f * 0.3f);
+                to.compare("scale " + name);
+            }
 }
 
 /// Many tiles a thread block, or many weights: the sums of squares of two runs are equal bit for bit.
@@ -239,9 +260,11 @@ void test_arguments() {
     cuda_reduce({}, {}, empty, nullptr, nullptr, nullptr);
     check::that(empty.tile_count() == 0 && empty.numel() == 0, "an empty table");
     const std::vector<ReduceSource> many(65);
-    check::throws<std::invalid_argument>([&] { cuda_reduce({}, many, empty, nullptr, nullptr, nullptr); }, "65 sources", "sources");
+    check::throws<std::invalid_argument>([&] { cuda_reduce({}, many, empty, nullptr, nullptr, nullptr); }, "65 sources",
+                                         "sources");
     const Segment bad{0, 0, -1, 0, 0};
-    check::throws<std::invalid_argument>([&] { CudaSegments table(std::span(&bad, 1)); }, "numel -1", "negative segment");
+    check::throws<std::invalid_argument>([&] { CudaSegments table(std::span(&bad, 1)); }, "numel -1",
+                                         "negative segment");
     if (!small) check::throws<Error>([] { cuda_zero(nullptr, 16, nullptr); }, "invalid argument", "a CUDA error");
     Device<std::uint64_t> word;
     word.set(~0ull);

@@ -1,4 +1,5 @@
-// Groups of eight elements between memory and registers, for each element type; the conversions give the bits of src/convert.h.
+// Groups of eight elements between memory and registers, for each element type; the conversions give the bits of
+// src/convert.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,17 +10,6 @@
 
 #include "gradgen/dtype.h"
 #include "philox.cuh"
-
-#ifdef GT_CSLD
-#define GT_LD __ldcs
-#else
-#define GT_LD(a) (*(a))
-#endif
-#ifdef GT_CSST
-#define GT_ST __stcs
-#else
-#define GT_ST(a, v) (*(a) = (v))
-#endif
 
 namespace gradgen::cuda {
 
@@ -33,26 +23,30 @@ struct Group {
     uint4 part[kParts];
 };
 
-/// Streaming hints: every byte is used once a launch.
+/// Plain accesses: streaming hints measured slower (docs/design/gpu-kernels.md). `from` is a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ Group<T> load_group(const T* from) {
     Group<T> group;
 #pragma unroll
-    for (int i = 0; i < Group<T>::kParts; ++i) group.part[i] = GT_LD(reinterpret_cast<const uint4*>(from) + i);
+    for (int i = 0; i < Group<T>::kParts; ++i) group.part[i] = reinterpret_cast<const uint4*>(from)[i];
     return group;
 }
 
 template <class T>
 __device__ __forceinline__ void store_group(T* to, const Group<T>& group) {
 #pragma unroll
-    for (int i = 0; i < Group<T>::kParts; ++i) GT_ST(reinterpret_cast<uint4*>(to) + i, group.part[i]);
+    for (int i = 0; i < Group<T>::kParts; ++i) reinterpret_cast<uint4*>(to)[i] = group.part[i];
 }
 
-__device__ __forceinline__ std::uint32_t word_of(const uint4& part, int i) { return i == 0 ? part.x : i == 1 ? part.y : i == 2 ? part.z : part.w; }
+__device__ __forceinline__ std::uint32_t word_of(const uint4& part, int i) {
+    return i == 0 ? part.x : i == 1 ? part.y : i == 2 ? part.z : part.w;
+}
 
 __device__ __forceinline__ float to_compute(float value) { return value; }
 __device__ __forceinline__ double to_compute(double value) { return value; }
-__device__ __forceinline__ float to_compute(bf16 value) { return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16); }
+__device__ __forceinline__ float to_compute(bf16 value) {
+    return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16);
+}
 __device__ __forceinline__ float to_compute(f16 value) { return __half2float(__ushort_as_half(value.bits)); }
 
 /// Element `j` of a group, as it lies in memory.
@@ -60,7 +54,8 @@ template <class T>
 __device__ __forceinline__ T element_of(const Group<T>& group, int j) {
     if constexpr (std::is_same_v<T, double>) {
         const uint4& part = group.part[j / 2];
-        return __hiloint2double(static_cast<int>(word_of(part, j % 2 * 2 + 1)), static_cast<int>(word_of(part, j % 2 * 2)));
+        return __hiloint2double(static_cast<int>(word_of(part, j % 2 * 2 + 1)),
+                                static_cast<int>(word_of(part, j % 2 * 2)));
     } else if constexpr (std::is_same_v<T, float>) {
         return __uint_as_float(word_of(group.part[j / 4], j % 4));
     } else {
@@ -129,8 +124,8 @@ __device__ __forceinline__ Group<T> narrow(Compute<T> (&x)[8], const uint4& rand
         for (int i = 0; i < 4; ++i) {
             const auto bits = [](double value) { return static_cast<std::uint64_t>(__double_as_longlong(value)); };
             const std::uint64_t a = bits(x[2 * i]), b = bits(x[2 * i + 1]);
-            group.part[i] = {static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(a >> 32), static_cast<std::uint32_t>(b),
-                             static_cast<std::uint32_t>(b >> 32)};
+            group.part[i] = {static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(a >> 32),
+                             static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(b >> 32)};
         }
     } else if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
@@ -139,8 +134,9 @@ __device__ __forceinline__ Group<T> narrow(Compute<T> (&x)[8], const uint4& rand
                              __float_as_uint(x[4 * i + 3])};
         }
     } else {
-        group.part[0] = {narrow_pair<T, kStochastic>(x[0], x[1], random.x), narrow_pair<T, kStochastic>(x[2], x[3], random.y),
-                         narrow_pair<T, kStochastic>(x[4], x[5], random.z), narrow_pair<T, kStochastic>(x[6], x[7], random.w)};
+        group.part[0] = {
+            narrow_pair<T, kStochastic>(x[0], x[1], random.x), narrow_pair<T, kStochastic>(x[2], x[3], random.y),
+            narrow_pair<T, kStochastic>(x[4], x[5], random.z), narrow_pair<T, kStochastic>(x[6], x[7], random.w)};
     }
     return group;
 }

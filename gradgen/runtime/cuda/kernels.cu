@@ -37,7 +37,8 @@ Run find_run(DType target, DType source) {
             if (source == DType::f16) return cuda::run_reduce<f16, f16>;
             if (source == DType::f32) return cuda::run_reduce<f16, float>;
             return nullptr;
-        case DType::f64: return source == DType::f64 ? cuda::run_reduce<double, double> : nullptr;
+        case DType::f64:
+            return source == DType::f64 ? cuda::run_reduce<double, double> : nullptr;
     }
     return nullptr;
 }
@@ -58,11 +59,12 @@ void note_operand(ReduceParams& p, const void* data, bool packed) {
 
 }  // namespace
 
-void cuda_reduce(const ReduceArgs& args, std::span<const ReduceSource> sources, const CudaSegments& table, CudaStats* device_stats,
-                 const float* device_scale, CudaStream stream, const CudaCounters* counters, std::uint32_t weight_offset) {
+void cuda_reduce(const ReduceArgs& args, std::span<const ReduceSource> sources, const CudaSegments& table,
+                 CudaStats* device_stats, const float* device_scale, CudaStream stream, const CudaCounters* counters,
+                 std::uint32_t weight_offset) {
     if (!supported(args)) {
-        throw std::invalid_argument("cuda_reduce: no kernel for a " + std::string(to_string(args.target_type)) + " target, " +
-                                    std::string(to_string(args.source_type)) + " sources and a " +
+        throw std::invalid_argument("cuda_reduce: no kernel for a " + std::string(to_string(args.target_type)) +
+                                    " target, " + std::string(to_string(args.source_type)) + " sources and a " +
                                     std::string(to_string(args.wire_type)) + " wire");
     }
     if (sources.size() > static_cast<std::size_t>(cuda::kMaxSources)) {
@@ -105,8 +107,8 @@ void cuda_reduce(const ReduceArgs& args, std::span<const ReduceSource> sources, 
     find_run(args.target_type, source_type)(p, stream);
 }
 
-void cuda_scale(DType type, void* data, bool in_arena, const CudaSegments& table, double factor, const float* device_factor,
-                CudaStream stream) {
+void cuda_scale(DType type, void* data, bool in_arena, const CudaSegments& table, double factor,
+                const float* device_factor, CudaStream stream) {
     ReduceArgs args;
     args.target_type = args.source_type = args.wire_type = type;
     args.target = data;

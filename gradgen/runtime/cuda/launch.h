@@ -11,19 +11,9 @@
 #include "check.h"
 #include "gradgen/cuda_kernels.h"
 
-#ifndef GT_PDL
-#define GT_PDL 1
-#endif
-
-#ifndef GT_ROUNDS
-#define GT_ROUNDS 4
-#endif
 namespace gradgen::cuda {
 
-#ifndef GT_THREADS
-#define GT_THREADS 256
-#endif
-inline constexpr int kThreads = GT_THREADS;
+inline constexpr int kThreads = 256;  // of a block
 
 /// What a launch must know about the current device and a kernel, asked once each: the questions cost microseconds.
 struct Shape {
@@ -35,8 +25,9 @@ inline Shape ask_shape(const void* kernel, int device) {
     int processors = 0, blocks = 0, major = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return {std::clamp(processors * blocks, 1, CudaStats::kSlots), major >= 9};
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return {std::clamp(processors * blocks, 1, CudaStats::kSlots / (kThreads / 32)), major >= 9};
 }
 
 template <auto* kKernel>
@@ -52,32 +43,26 @@ Shape shape_of() {
     return shape;
 }
 
-/// The tiles that a launch walks, and how: in one contiguous run a block, or with the grid as stride.
+/// The tiles that a launch works on: block b takes b, b + grid, b + 2 * grid, ...
 struct Walk {
     const CudaTile* tiles = nullptr;
     int count = 0;
-    int contiguous = 0;
 };
 
-inline Walk walk_of(const CudaSegments& table) { return {table.tiles(), static_cast<int>(table.tile_count()), 0}; }
+inline Walk walk_of(const CudaSegments& table) { return {table.tiles(), static_cast<int>(table.tile_count())}; }
 
-/// Launches kKernel(params) over the tiles of params.walk: a grid that is resident at once, so that every block has a slot of its own for
-/// statistics and loads its next tile while it works on one.
+/// Launches kKernel(params) over the tiles of params.walk: a grid that is resident at once, so that every warp has a
+/// slot of its own for statistics. Where the device can, the launch is set up while the work before it on the stream
+/// drains (wait_for_stream).
 template <auto* kKernel, class Params>
-void launch(Params params, CudaStream stream, const char* what) {
+void launch(const Params& params, CudaStream stream, const char* what) {
     if (params.walk.count == 0) return;
     const Shape shape = shape_of<kKernel>();
-    const int rounds = (params.walk.count - 1) / shape.blocks + 1;
-    int grid = std::min(params.walk.count, shape.blocks);
-    params.walk.contiguous = rounds <= GT_ROUNDS;
-#ifndef GT_EVEN
-    if (params.walk.contiguous) grid = (params.walk.count - 1) / rounds + 1;
-#endif
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(grid));
+    config.gridDim = dim3(static_cast<unsigned>(std::min(params.walk.count, shape.blocks)));
     config.blockDim = dim3(kThreads);
     config.stream = stream;
     config.attrs = &attribute;
@@ -86,39 +71,14 @@ void launch(Params params, CudaStream stream, const char* what) {
 }
 
 #ifdef __CUDACC__
-/// Nothing that earlier work on the stream writes may be read before this; lets the next launch be set up meanwhile.
+/// Nothing that earlier work on the stream writes may be read before this; the table of tiles may. Blocks trigger the
+/// next launch only by ending: an early trigger lets its blocks settle unevenly on the multiprocessors that have room
+/// first.
 __device__ __forceinline__ void wait_for_stream() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && GT_PDL
-#ifndef GT_LATE
-    cudaTriggerProgrammaticLaunchCompletion();
-#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
 #endif
 }
-
-/// The tiles of this block.
-struct Range {
-    int begin, end, step;
-
-    __device__ __forceinline__ explicit Range(const Walk& walk) {
-        const int self = static_cast<int>(blockIdx.x), grid = static_cast<int>(gridDim.x);
-        if (walk.contiguous) {
-#ifdef GT_EVEN
-            begin = self * walk.count / grid;
-            end = (self + 1) * walk.count / grid;
-#else
-            const int rounds = (walk.count - 1) / grid + 1;
-            begin = self * rounds;
-            end = min(begin + rounds, walk.count);
-#endif
-            step = 1;
-        } else {
-            begin = self;
-            end = walk.count;
-            step = grid;
-        }
-    }
-};
 
 __device__ __forceinline__ CudaTile load_tile(const CudaTile* from) {
     union {

@@ -18,37 +18,41 @@ struct MeasureParams {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) measure_kernel(const __grid_constant__ MeasureParams p) {
-    constexpr int kUnroll = 2;
-    const Range range(p.walk);
+    constexpr int kUnroll = 4;
     wait_for_stream();
     Statistics statistics;
-    for (int t = range.begin; t < range.end; t += range.step) {
+    for (int t = static_cast<int>(blockIdx.x); t < p.walk.count; t += static_cast<int>(gridDim.x)) {
         const CudaTile tile = load_tile(p.walk.tiles + t);
         const T* const data = static_cast<const T*>(p.data) + (p.in_arena ? tile.source : tile.shard);
         const bool aligned = reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
+        const auto whole = [&](int first) { return aligned && first >= tile.begin && first + 8 <= tile.end; };
         for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads * kUnroll) {
-            Compute<T> x[kUnroll][8];
+            Group<T> group[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 const int first = 8 * (i + kThreads * u);
-                if (aligned && first >= tile.begin && first + 8 <= tile.end) {
-                    widen(load_group(data + first), x[u]);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        x[u][j] = first + j >= tile.begin && first + j < tile.end ? to_compute(data[first + j]) : Compute<T>{0};
-                    }
-                }
+                if (whole(first)) group[u] = load_group(data + first);
             }
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) statistics.add(x[u]);
+            for (int u = 0; u < kUnroll; ++u) {
+                const int first = 8 * (i + kThreads * u);
+                if (whole(first)) {
+                    Compute<T> x[8];
+                    widen(group[u], x);
+                    statistics.add(x);
+                } else {
+                    const int end = min(first + 8, static_cast<int>(tile.end));
+                    for (int at = max(first, static_cast<int>(tile.begin)); at < end; ++at)
+                        statistics.add_exact(to_compute(data[at]));
+                }
+            }
         }
     }
-    statistics.store<kThreads>(p.stats);
+    statistics.store(p.stats);
 }
 
 struct TotalParams {
-    Walk walk{nullptr, 1, 0};  // one block
+    Walk walk{nullptr, 1};  // one block
     const CudaStats* stats = nullptr;
     ReduceStats* total = nullptr;
 };
@@ -80,19 +84,24 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__
 }  // namespace
 }  // namespace cuda
 
-void cuda_measure(DType type, const void* data, bool in_arena, const CudaSegments& table, CudaStats* device_stats, CudaStream stream) {
+void cuda_measure(DType type, const void* data, bool in_arena, const CudaSegments& table, CudaStats* device_stats,
+                  CudaStream stream) {
     const cuda::MeasureParams p{data, in_arena, cuda::walk_of(table), device_stats};
     switch (type) {
-        case DType::f32: return cuda::launch<cuda::measure_kernel<float>>(p, stream, "cuda_measure");
-        case DType::f64: return cuda::launch<cuda::measure_kernel<double>>(p, stream, "cuda_measure");
-        case DType::bf16: return cuda::launch<cuda::measure_kernel<bf16>>(p, stream, "cuda_measure");
-        case DType::f16: return cuda::launch<cuda::measure_kernel<f16>>(p, stream, "cuda_measure");
+        case DType::f32:
+            return cuda::launch<cuda::measure_kernel<float>>(p, stream, "cuda_measure");
+        case DType::f64:
+            return cuda::launch<cuda::measure_kernel<double>>(p, stream, "cuda_measure");
+        case DType::bf16:
+            return cuda::launch<cuda::measure_kernel<bf16>>(p, stream, "cuda_measure");
+        case DType::f16:
+            return cuda::launch<cuda::measure_kernel<f16>>(p, stream, "cuda_measure");
     }
     throw std::invalid_argument("cuda_measure: not a DType");
 }
 
 void cuda_total(const CudaStats* device_stats, ReduceStats* device_total, CudaStream stream) {
-    const cuda::TotalParams p{{nullptr, 1, 0}, device_stats, device_total};
+    const cuda::TotalParams p{{nullptr, 1}, device_stats, device_total};
     cuda::launch<cuda::total_kernel>(p, stream, "cuda_total");
 }
 

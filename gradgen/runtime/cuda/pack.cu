@@ -20,17 +20,17 @@ struct CopyParams {
 template <class T>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ CopyParams p) {
     constexpr int kUnroll = 2;
-    static_assert(kCudaTile % 8 == 0);
-    const Range range(p.walk);
     wait_for_stream();
-    for (int t = range.begin; t < range.end; t += range.step) {
+    for (int t = static_cast<int>(blockIdx.x); t < p.walk.count; t += static_cast<int>(gridDim.x)) {
         const CudaTile tile = load_tile(p.walk.tiles + t);
         const T* const from = static_cast<const T*>(p.from) + tile.source;
         T* const to = static_cast<T*>(p.to) + tile.shard;
         const bool aligned = (reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to)) % 16 == 0;
         for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads * kUnroll) {
             Group<T> group[kUnroll];
-            const auto whole = [&](int index) { return aligned && 8 * index >= tile.begin && 8 * index + 8 <= tile.end; };
+            const auto whole = [&](int index) {
+                return aligned && 8 * index >= tile.begin && 8 * index + 8 <= tile.end;
+            };
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 if (whole(i + kThreads * u)) group[u] = load_group(from + 8 * (i + kThreads * u));
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
                 if (whole(index)) {
                     store_group(to + 8 * index, group[u]);
                 } else {
-                    for (int at = max(8 * index, static_cast<int>(tile.begin)); at < min(8 * index + 8, static_cast<int>(tile.end)); ++at) {
+                    for (int at = max(8 * index, static_cast<int>(tile.begin));
+                         at < min(8 * index + 8, static_cast<int>(tile.end)); ++at) {
                         to[at] = from[at];
                     }
                 }
@@ -53,14 +54,18 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
 }  // namespace
 }  // namespace cuda
 
-void cuda_pack(DType out_type, void* out, DType in_type, const void* in, const CudaSegments& table, const RoundingKey& rounding,
-               CudaStream stream, const CudaCounters* counters, std::uint32_t weight_offset) {
+void cuda_pack(DType out_type, void* out, DType in_type, const void* in, const CudaSegments& table,
+               const RoundingKey& rounding, CudaStream stream, const CudaCounters* counters,
+               std::uint32_t weight_offset) {
     if (out_type == in_type) {
         const cuda::CopyParams p{in, out, cuda::walk_of(table)};
         switch (size_of(out_type)) {
-            case 2: return cuda::launch<cuda::copy_kernel<bf16>>(p, stream, "cuda_pack");
-            case 4: return cuda::launch<cuda::copy_kernel<float>>(p, stream, "cuda_pack");
-            default: return cuda::launch<cuda::copy_kernel<double>>(p, stream, "cuda_pack");
+            case 2:
+                return cuda::launch<cuda::copy_kernel<bf16>>(p, stream, "cuda_pack");
+            case 4:
+                return cuda::launch<cuda::copy_kernel<float>>(p, stream, "cuda_pack");
+            default:
+                return cuda::launch<cuda::copy_kernel<double>>(p, stream, "cuda_pack");
         }
     }
     ReduceArgs args;

@@ -23,7 +23,8 @@ struct RandomStream {
 
     /// Eight times 16 bits, in element order, the lower half of a word first.
     __device__ __forceinline__ uint4 bits(std::uint64_t group, std::uint32_t weight) const {
-        uint4 c{static_cast<std::uint32_t>(group), (static_cast<std::uint32_t>(group >> 32) & 0xffu) | weight << 8, word2, word3};
+        uint4 c{static_cast<std::uint32_t>(group), (static_cast<std::uint32_t>(group >> 32) & 0xffu) | weight << 8,
+                word2, word3};
         std::uint32_t k0 = key0, k1 = key1;
 #pragma unroll
         for (int round = 0; round < 10; ++round) {

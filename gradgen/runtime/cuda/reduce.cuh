@@ -1,4 +1,5 @@
-// The one kernel behind reduce and scale: every group of eight elements is loaded, summed, scaled, rounded and stored once.
+// The one kernel behind reduce and scale: every group of eight elements is loaded, summed, scaled, rounded and stored
+// once.
 #pragma once
 
 #include <type_traits>
@@ -8,31 +9,15 @@
 #include "reduce_params.h"
 #include "statistics.cuh"
 
-#ifndef GT_U1
-#define GT_U1 1
-#endif
-#ifndef GT_UM
-#define GT_UM 1
-#endif
-#ifndef GT_BATCH
-#define GT_BATCH 8
-#endif
-#ifndef GT_MINB1
-#define GT_MINB1 1
-#endif
-#ifndef GT_MINBM
-#define GT_MINBM 1
-#endif
-
 namespace gradgen::cuda {
 
 /// One launch's view of ReduceParams for the types at hand.
 template <class T, class S, bool kStochastic, bool kWire, bool kMany>
 struct Reducer {
     using V = Compute<T>;
-    // Loads in flight of a thread: several groups where there is one source, else several sources.
-    static constexpr int kUnroll = kMany ? GT_UM : GT_U1;
-    static constexpr int kBatch = !kMany ? 1 : GT_BATCH * 2 / static_cast<int>(sizeof(S)) < 1 ? 1 : GT_BATCH * 2 / static_cast<int>(sizeof(S));
+    // Eight 16-byte loads in flight of a thread where there are several sources; with one, occupancy does as much.
+    static constexpr int kUnroll = kMany ? 2 : 1;
+    static constexpr int kBatch = !kMany ? 1 : 8 / static_cast<int>(sizeof(S));
 
     const ReduceParams& p;
     RandomStream random, wire_random;
@@ -79,34 +64,34 @@ struct Reducer {
         return narrow<T, kStochastic>(x, bits);
     }
 
-    /// kUnroll whole, aligned groups, kThreads apart. All loads of a batch are issued before the first is used.
-    template <int kUnroll>
+    /// kGroups whole, aligned groups, kThreads apart. All loads of a batch are issued before the first is used.
+    template <int kGroups>
     __device__ __forceinline__ void whole_groups(const CudaTile& tile, int first, Statistics& statistics) const {
         T* const to = target(tile) + 8 * first;
-        Group<T> old[kUnroll];
+        Group<T> old[kGroups];
         if (!p.overwrite) {
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) old[u] = load_group(to + 8 * kThreads * u);
+            for (int u = 0; u < kGroups; ++u) old[u] = load_group(to + 8 * kThreads * u);
         }
-        V x[kUnroll][8];
+        V x[kGroups][8];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kGroups; ++u) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[u][j] = static_cast<V>(p.initial);
         }
         const int count = kMany ? p.count : 1;
 #pragma unroll 1
         for (int r = 0; r < count; r += kBatch) {
-            Group<S> raw[kBatch][kUnroll];
+            Group<S> raw[kBatch][kGroups];
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
                 if (b > 0 && r + b >= count) continue;
                 const S* const from = source(r + b, tile) + 8 * first;
 #pragma unroll
-                for (int u = 0; u < kUnroll; ++u) raw[b][u] = load_group(from + 8 * kThreads * u);
+                for (int u = 0; u < kGroups; ++u) raw[b][u] = load_group(from + 8 * kThreads * u);
             }
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
+            for (int u = 0; u < kGroups; ++u) {
                 const uint4 bits = wire_bits(tile.group + first + kThreads * u, tile.weight + p.weight_offset);
 #pragma unroll
                 for (int b = 0; b < kBatch; ++b) {
@@ -120,20 +105,22 @@ struct Reducer {
             }
         }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kGroups; ++u) {
             if (!p.overwrite) {
                 V y[8];
                 widen(old[u], y);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[u][j] = sum(x[u][j], y[j]);
             }
-            store_group(to + 8 * kThreads * u, finish(x[u], tile.group + first + kThreads * u, tile.weight + p.weight_offset));
+            store_group(to + 8 * kThreads * u,
+                        finish(x[u], tile.group + first + kThreads * u, tile.weight + p.weight_offset));
             if (p.stats) statistics.add(x[u]);
         }
     }
 
-    /// Part of a group, or one that some operand does not have at a multiple of 16 bytes: element by element. Sources are loaded in
-    /// batches here too: one after the other they would cost a memory latency each, longer than the rest of a small block takes.
+    /// Part of a group, or one that some operand does not have at a multiple of 16 bytes: element by element. Sources
+    /// are loaded in batches here too: one after the other they would cost a memory latency each, longer than the rest
+    /// of a small block takes.
     __device__ __forceinline__ void any_group(const CudaTile& tile, int index, Statistics& statistics) const {
         constexpr int kTogether = kMany ? 4 : 1;
         const int begin = max(tile.begin - 8 * index, 0), end = min(tile.end - 8 * index, 8);
@@ -181,14 +168,17 @@ struct Reducer {
     }
 
     __device__ __forceinline__ void tile(const CudaTile& tile, Statistics& statistics) const {
-        constexpr int kGroups = kCudaTile / 8;
-        static_assert(kGroups % (kThreads * kUnroll) == 0);
         const auto misaligned = ((tile.source & p.arena_mask) | (tile.shard & p.shard_mask)) & 7;
         const bool aligned = (misaligned | p.unaligned) == 0;
-        if (aligned && tile.begin == 0 && tile.end == kCudaTile) {
+        if constexpr (kUnroll > 1) {
+            static_assert(kCudaTile % (8 * kThreads * kUnroll) == 0);
+            if (aligned && tile.begin == 0 && tile.end == kCudaTile) {
 #pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < kGroups; i += kThreads * kUnroll) whole_groups<kUnroll>(tile, i, statistics);
-            return;
+                for (int i = static_cast<int>(threadIdx.x); i < kCudaTile / 8; i += kThreads * kUnroll) {
+                    whole_groups<kUnroll>(tile, i, statistics);
+                }
+                return;
+            }
         }
 #pragma unroll 1
         for (int i = static_cast<int>(threadIdx.x); 8 * i < tile.end; i += kThreads) {
@@ -202,20 +192,20 @@ struct Reducer {
 };
 
 template <class T, class S, bool kStochastic, bool kWire, bool kMany>
-__global__ void __launch_bounds__(kThreads, kMany ? GT_MINBM : GT_MINB1) reduce_kernel(const __grid_constant__ ReduceParams p) {
-    const Range range(p.walk);
-    CudaTile next{};
-    if (range.begin < range.end) next = load_tile(p.walk.tiles + range.begin);
+__global__ void __launch_bounds__(kThreads, kMany ? 2 : sizeof(S) == 2 ? 5 : 4) reduce_kernel(const __grid_constant__ ReduceParams p) {
+    const int step = static_cast<int>(gridDim.x), last = p.walk.count - 1;
+    CudaTile next = load_tile(p.walk.tiles + blockIdx.x);
     wait_for_stream();
     const Reducer<T, S, kStochastic, kWire, kMany> reducer(p);
     Statistics statistics;
 #pragma unroll 1
-    for (int t = range.begin; t < range.end; t += range.step) {
+    for (int t = static_cast<int>(blockIdx.x); t <= last; t += step) {
         const CudaTile tile = next;
-        next = load_tile(p.walk.tiles + min(t + range.step, range.end - 1));
+        next =
+            load_tile(p.walk.tiles + min(t + step, last));  // not conditional: the loop's end is where it is waited for
         reducer.tile(tile, statistics);
     }
-    if (p.stats) statistics.store<kThreads>(p.stats);
+    if (p.stats) statistics.store(p.stats);
 }
 
 template <class T, class S, bool kStochastic, bool kWire>
@@ -230,7 +220,8 @@ void run_reduce(const ReduceParams& p, CudaStream stream) {
     constexpr bool kCanRound = sizeof(T) == 2, kCanNarrow = std::is_same_v<S, float>;
     const bool stochastic = kCanRound && p.rounding.stochastic, wire = kCanNarrow && p.wire != DType::f32;
     if (stochastic) {
-        return wire ? launch_reduce<T, S, kCanRound, kCanNarrow>(p, stream) : launch_reduce<T, S, kCanRound, false>(p, stream);
+        return wire ? launch_reduce<T, S, kCanRound, kCanNarrow>(p, stream)
+                    : launch_reduce<T, S, kCanRound, false>(p, stream);
     }
     return wire ? launch_reduce<T, S, false, kCanNarrow>(p, stream) : launch_reduce<T, S, false, false>(p, stream);
 }

@@ -26,7 +26,8 @@ struct ReduceParams {
     bool target_in_arena = false;
     bool overwrite = true;
     std::uint32_t weight_offset = 0;
-    // For the choice of the path: 7 where some operand lies at arena (shard) offsets, 1 where a pointer is not a multiple of 16 bytes.
+    // For the choice of the path: 7 where some operand lies at arena (shard) offsets, 1 where a pointer is not a
+    // multiple of 16 bytes.
     int arena_mask = 0, shard_mask = 0, unaligned = 0;
 };
 

@@ -47,15 +47,17 @@ CudaSegments::CudaSegments(std::span<const Segment> segments) {
     std::vector<CudaTile> tiles;
     for (const Segment& part : segments) {
         if (part.numel < 0 || part.element < 0) {
-            throw std::invalid_argument("CudaSegments: a segment has numel " + std::to_string(part.numel) + " and element " +
-                                        std::to_string(part.element));
+            throw std::invalid_argument("CudaSegments: a segment has numel " + std::to_string(part.numel) +
+                                        " and element " + std::to_string(part.element));
         }
         append_tiles(part, tiles);
         numel_ += part.numel;
     }
     cuda::check(cudaGetDevice(&device_), "CudaSegments");
     tile_count_ = static_cast<std::int64_t>(tiles.size());
-    if (tile_count_ > INT_MAX / 2) throw std::invalid_argument("CudaSegments: " + std::to_string(numel_) + " elements are too many for one launch");
+    if (tile_count_ > INT_MAX / 2)
+        throw std::invalid_argument("CudaSegments: " + std::to_string(numel_) +
+                                    " elements are too many for one launch");
     if (tiles.empty()) return;
     const std::size_t bytes = tiles.size() * sizeof(CudaTile);
     void* memory = nullptr;
@@ -64,8 +66,8 @@ CudaSegments::CudaSegments(std::span<const Segment> segments) {
         const OnDevice guard(device);
         cudaFree(owned);
     });
-    // Kernels may read the table before their stream reaches them (see reduce.cuh), on any stream: it must be there now. A copy from
-    // pageable memory returns before its last bytes have arrived.
+    // Kernels may read the table before their stream reaches them (see reduce.cuh), on any stream: it must be there
+    // now. A copy from pageable memory returns before its last bytes have arrived.
     cuda::check(cudaMemcpy(memory, tiles.data(), bytes, cudaMemcpyHostToDevice), "CudaSegments: copy of the tiles");
     cuda::check(cudaStreamSynchronize(cudaStreamLegacy), "CudaSegments: copy of the tiles");
 }

@@ -1,11 +1,12 @@
 // Sum of squares and non-finite count that ride along with a kernel, as src/statistics.h does on the CPU.
 //
-// A group's eight squares are added in fp32 (at most nine roundings, 5.4e-7), groups in fp64. A group whose sum is not finite, or so
-// small that a square may have been flushed, is done again in fp64 and counted: no range in which the norm is wrong, and the count costs
-// nothing in the common case.
+// A group's eight squares are added in fp32 (at most nine roundings, 5.4e-7), groups in fp64. A group whose sum is not
+// finite, or so small that a square may have been flushed, is done again in fp64 and counted: no range in which the
+// norm is wrong, and the count costs nothing in the common case.
 #pragma once
 
 #include "element.cuh"
+#include "launch.h"
 
 namespace gradgen::cuda {
 
@@ -44,40 +45,19 @@ struct Statistics {
         }
     }
 
-    /// Joins the threads of a block, in a fixed order, and adds the result to the block's own slot. Every thread of the block calls it.
-    template <int kThreads>
+    /// Joins the threads of a warp, in a fixed order, and adds the result to the warp's own slot. Every thread of the
+    /// block calls it. The additions are atomic only because those are sent off without waiting: at the end of a small
+    /// block every wait shows.
     __device__ __forceinline__ void store(CudaStats* stats) const {
-        __shared__ double warp_squares[kThreads / 32];
-        __shared__ std::uint32_t warp_nonfinite[kThreads / 32];
         double total = squares;
-        std::uint32_t count = __reduce_add_sync(0xffffffffu, nonfinite);
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffffu, total, lanes);
-#ifdef GT_WARPSLOT
-        if (threadIdx.x % 32 == 0) {
-            ReduceStats& mine = stats->slots[blockIdx.x * (kThreads / 32) + threadIdx.x / 32];
-            atomicAdd(&mine.sum_squares, total);
-            if (count) atomicAdd(reinterpret_cast<unsigned long long*>(&mine.nonfinite), static_cast<unsigned long long>(count));
-        }
-        return;
-#endif
-        if (threadIdx.x % 32 == 0) {
-            warp_squares[threadIdx.x / 32] = total;
-            warp_nonfinite[threadIdx.x / 32] = count;
-        }
-        __syncthreads();
-        if (threadIdx.x != 0) return;
-        ReduceStats& slot = stats->slots[blockIdx.x];
-        double block_squares = 0;
-        std::int64_t block_nonfinite = 0;
-#pragma unroll
-        for (int warp = 0; warp < kThreads / 32; ++warp) {
-            block_squares += warp_squares[warp];
-            block_nonfinite += warp_nonfinite[warp];
-        }
-        // Not for atomicity: an addition without a result is sent off, a load would be waited for.
-        atomicAdd(&slot.sum_squares, block_squares);
-        atomicAdd(reinterpret_cast<unsigned long long*>(&slot.nonfinite), static_cast<unsigned long long>(block_nonfinite));
+        const std::uint32_t count = __reduce_add_sync(0xffffffffu, nonfinite);
+        if (threadIdx.x % 32 != 0) return;
+        ReduceStats& slot = stats->slots[(blockIdx.x * kThreads + threadIdx.x) / 32];
+        atomicAdd(&slot.sum_squares, total);
+        if (count > 0)
+            atomicAdd(reinterpret_cast<unsigned long long*>(&slot.nonfinite), static_cast<unsigned long long>(count));
     }
 };
 

@@ -27,15 +27,11 @@ struct CudaCounters {
     std::uint32_t micro_step = 0;
 };
 
-/// In device memory, zeroed by cuda_zero: what kernels found in the elements that they wrote, one partial result a
-/// thread block. Launches add to it; ordered launches on one kind of GPU always give the same bits, because no two
-/// blocks share a slot.
+/// In device memory, zeroed by cuda_zero: what kernels found in the elements that they wrote, one partial result a warp
+/// of a grid. Launches add to it; launches in the same order on one kind of GPU always give the same bits, because no
+/// two warps share a slot.
 struct CudaStats {
-#ifdef GT_WARPSLOT
-    static constexpr int kSlots = 2048 * 8;
-#else
-    static constexpr int kSlots = 2048;
-#endif
+    static constexpr int kSlots = 8192;
     ReduceStats slots[kSlots];
 };
 

@@ -9,10 +9,7 @@
 
 namespace gradgen {
 
-#ifndef GT_TILE
-#define GT_TILE 2048
-#endif
-inline constexpr int kCudaTile = GT_TILE;  // elements
+inline constexpr int kCudaTile = 8192;  // elements
 
 /// One piece of work of a thread block: at most kCudaTile elements of one segment, which start at a multiple of 8 of
 /// the weight. A tile is all that a thread block reads before its data: no search, no second load.
