@@ -48,18 +48,18 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """"single", "threads", "shared" (ranks map each other's memory) or "group" (the process group's own collectives)."""
+        """ "single", "threads", "shared" (ranks map each other's memory) or "group" (the process group's own collectives)."""
         return str(self.native().transport)
 
-    def all_gather(self, out: Any, input: Any) -> None:  # noqa: A002 - torch's name
+    def all_gather(self, out: Any, input: Any) -> None:
         """out = every rank's input, in rank order."""
         self.native().all_gather(out, input)
 
-    def all_to_all(self, out: Any, input: Any) -> None:  # noqa: A002
+    def all_to_all(self, out: Any, input: Any) -> None:
         """Slice r of input goes to rank r; slice r of out comes from rank r."""
         self.native().all_to_all(out, input)
 
-    def reduce_scatter(self, out: Any, input: Any) -> None:  # noqa: A002
+    def reduce_scatter(self, out: Any, input: Any) -> None:
         """out = the sum over ranks of slice `rank` of input, in rank order in fp32, rounded once."""
         self.native().reduce_scatter(out, input)
 
@@ -134,7 +134,9 @@ def threads(n: int, timeout: float = DEFAULT_TIMEOUT) -> Threads:
     return Threads(n, timeout)
 
 
-def from_torch(process_group: Any = None, timeout: float | None = None, transport: str = "auto") -> Communicator:
+def from_torch(
+    process_group: Any = None, timeout: float | None = None, transport: str = "auto"
+) -> Communicator:
     """The ranks of a torch.distributed group, the default one when None. Collective: every rank of the group calls it.
 
     transport: "shared" maps the memory of the other ranks (all on one host); "group" uses the group's own collectives;

@@ -68,7 +68,7 @@ class BaseConfig:
         return f"Config({', '.join(f'{k}={v}' for k, v in self.values().items())})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.values() == other.values()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.values() == other.values()
 
     def __hash__(self) -> int:
         return hash(tuple(self.values().items()))
@@ -111,15 +111,21 @@ class BaseGradientManager:
 
         package = self._package
         if not isinstance(config, package.native.Config):
-            raise TypeError(f"config must be a {package.native.model_name}.Config, got {type(config).__name__}")
+            raise TypeError(
+                f"config must be a {package.native.model_name}.Config, got {type(config).__name__}"
+            )
         if str(device) != "cpu":
             from gradgen.diagnostics import UsageError
 
-            raise UsageError(f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available")
+            raise UsageError(
+                f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available"
+            )
         comm = single() if comm is None else comm
         strategy = self._strategies[0] if strategy is None else strategy
         if strategy not in self._strategies:
-            raise ValueError(f"{package.native.model_name} has no strategy {strategy!r}; it has {', '.join(self._strategies)}")
+            raise ValueError(
+                f"{package.native.model_name} has no strategy {strategy!r}; it has {', '.join(self._strategies)}"
+            )
         options = package.runtime.Options(
             dtype=_dtype(dtype),
             accumulator=None if accumulator is None else _dtype(accumulator),
@@ -137,8 +143,13 @@ class BaseGradientManager:
         self.nonfinite = nonfinite
         self.on_start: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
-        self._options = {"dtype": _dtype(dtype), "accumulator": accumulator and _dtype(accumulator), "wire": wire and _dtype(wire)}
-        self._rounding, self._block_buffers, self._plan = rounding, block_buffers, {}  # type: ignore[var-annotated]
+        self._options = {
+            "dtype": _dtype(dtype),
+            "accumulator": accumulator and _dtype(accumulator),
+            "wire": wire and _dtype(wire),
+        }
+        self._rounding, self._block_buffers = rounding, block_buffers
+        self._plan: dict[int, Plan] = {}
         native = package.native.make_gradient_manager(config, comm.native(package.runtime), strategy, options)
         self._native = native
         # Bound methods of the native manager: a block costs one call, not two.
@@ -171,7 +182,9 @@ class BaseGradientManager:
 
     def start_micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> None:
         """Begins micro-step `micro_step` of `micro_steps` (0-based). divide: replaces the divisor of this step from here on."""
-        self._native.start_micro_step(_index(micro_step, "micro_step"), _index(micro_steps, "micro_steps"), _divide(divide))
+        self._native.start_micro_step(
+            _index(micro_step, "micro_step"), _index(micro_steps, "micro_steps"), _divide(divide)
+        )
         for callback in self.on_start:
             callback()
 
@@ -188,7 +201,11 @@ class BaseGradientManager:
         try:
             yield self
         except BaseException as error:
-            self._native.fail(f"rank {self.rank} left micro-step {micro_step} of {micro_steps} with {type(error).__name__}: {error}"[:500])
+            self._native.fail(
+                f"rank {self.rank} left micro-step {micro_step} of {micro_steps} with {type(error).__name__}: {error}"[
+                    :500
+                ]
+            )
             raise
         self.end_micro_step()
 
@@ -248,8 +265,9 @@ class BaseGradientManager:
         return str(self._native.transport)
 
     def __repr__(self) -> str:
-        name = self._package.native.model_name
-        return f"<{name}.GradientManager {self.strategy} {self.dtype}, rank {self.rank} of {self.world_size}, {self.memory()['total']:,} bytes>"
+        name, held = self._package.native.model_name, self.memory()["total"]
+        ranks = f"rank {self.rank} of {self.world_size}"
+        return f"<{name}.GradientManager {self.strategy} {self.dtype}, {ranks}, {held:,} bytes>"
 
     def _verify(self) -> None:
         """The planner and the manager must agree on every offset and every byte: what was printed is what was built."""
@@ -261,7 +279,8 @@ class BaseGradientManager:
         allocated = (memory["full"], memory["shards"], memory["staging"], memory["exchange"])
         if layout_text(plan) != self._native.layout_text() or planned != allocated:
             raise RuntimeError(
-                f"internal error, please report: {self._package.native.model_name} plans {planned} bytes and allocated {allocated}\n"
+                f"internal error, please report: {self._package.native.model_name} plans {planned} bytes "
+                f"and allocated {allocated}\n"
                 f"planned layout:\n{layout_text(plan)}\nmanager's layout:\n{self._native.layout_text()}"
             )
 
@@ -271,9 +290,15 @@ def bind_package(native: Any, package_file: str, strategies: tuple[str, ...]) ->
     from gradgen.importer import runtime_module
 
     package = Package(native, Path(package_file).parent, runtime_module())
-    config = type("Config", (BaseConfig, native.Config), {"_package": package, "values": native.Config.values, "__doc__": BaseConfig.__doc__})
+    config = type(
+        "Config",
+        (BaseConfig, native.Config),
+        {"_package": package, "values": native.Config.values, "__doc__": BaseConfig.__doc__},
+    )
     manager = type(
-        "GradientManager", (BaseGradientManager,), {"_package": package, "_strategies": strategies, "__doc__": BaseGradientManager.__doc__}
+        "GradientManager",
+        (BaseGradientManager,),
+        {"_package": package, "_strategies": strategies, "__doc__": BaseGradientManager.__doc__},
     )
     return config, manager
 
@@ -285,7 +310,7 @@ def _typed(package: Package, config: Any) -> dict[str, int | bool]:
 
 
 def _dtype(dtype: Any) -> str:
-    """"bfloat16" from a name, a torch dtype or a NumPy dtype."""
+    """ "bfloat16" from a name, a torch dtype or a NumPy dtype."""
     text = str(getattr(dtype, "__name__", dtype))
     return text.removeprefix("torch.")
 

@@ -133,7 +133,6 @@ class Workshop:
         """A process that has this runtime, `build(value)` and `load(value)`."""
         prelude = f"""
             import sys
-import tempfile
             from pathlib import Path
             import gradgen.paths
             gradgen.paths.runtime_dir = lambda: Path({str(self.runtime)!r})

@@ -1,6 +1,6 @@
 """One gloo rank of test_contract_processes.py: runs contract steps over a transport and writes its shards.
 
-    python -m tests.process_rank OUT TRANSPORT
+python -m tests.process_rank OUT TRANSPORT
 """
 
 from __future__ import annotations

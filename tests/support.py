@@ -28,7 +28,9 @@ def config(**changes: Any) -> Any:
     return model().Config(**{"hidden": 6, "vocab": 7, "layers": 3, **changes})
 
 
-def run_ranks(world: int, body: Callable[[int, Any], Any], timeout: float = 20.0, expect_errors: bool = False) -> list[Any]:
+def run_ranks(
+    world: int, body: Callable[[int, Any], Any], timeout: float = 20.0, expect_errors: bool = False
+) -> list[Any]:
     """body(rank, comm) in one thread a rank. The first error of any rank is raised; `expect_errors` returns them instead."""
     comms = gradgen.comm.threads(world, timeout=timeout)
     results: list[Any] = [None] * world
@@ -37,7 +39,7 @@ def run_ranks(world: int, body: Callable[[int, Any], Any], timeout: float = 20.0
     def play(rank: int) -> None:
         try:
             results[rank] = body(rank, comms[rank])
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
+        except BaseException as error:
             errors[rank] = error
             if not expect_errors:
                 comms[rank].abort(f"rank {rank}: {error}")
@@ -105,7 +107,12 @@ def fill_block(grads: Any, layer: int, gradient: Any, only: set[str] | None = No
     block = grads.block_full(layer)
     for name, tensor in block.items():
         if only is None or name in only:
-            write(tensor, gradient(name) if callable(gradient) else gradient, block.accumulate, ("layer", name) in zero)
+            write(
+                tensor,
+                gradient(name) if callable(gradient) else gradient,
+                block.accumulate,
+                ("layer", name) in zero,
+            )
     grads.notify_block(layer, written=None if only is None else sorted(only))
 
 
@@ -118,7 +125,11 @@ def fill_weight(grads: Any, name: str, gradient: Any) -> None:
 def outside(grads: Any) -> list[str]:
     """Weights outside the blocks that can be visited, in the order of the mini spec's backward pass."""
     present = {w.id for w in grads.weights() if w.block is None and w.trainable}
-    return [name for name in ("lm_head", "spare", "logit_scale", "twice", "twice", "positions", "embedding") if name in present]
+    return [
+        name
+        for name in ("lm_head", "spare", "logit_scale", "twice", "twice", "positions", "embedding")
+        if name in present
+    ]
 
 
 def whole_step(grads: Any, micro_steps: int, gradient: Callable[[int], float], **options: Any) -> None:
@@ -147,7 +158,9 @@ def assemble(results: list[dict[str, tuple[int, tuple[int, ...], np.ndarray]]]) 
         for rank in results:
             offset, _, data = rank[name]
             part = slice(offset, offset + data.size)
-            assert not seen[part].any() or np.array_equal(full[part][seen[part]], data.ravel()[seen[part]], equal_nan=True), name
+            assert not seen[part].any() or np.array_equal(
+                full[part][seen[part]], data.ravel()[seen[part]], equal_nan=True
+            ), name
             full[part] = data.ravel()
             seen[part] = True
         assert seen.all(), f"{name}: elements {np.flatnonzero(~seen)} belong to no rank"

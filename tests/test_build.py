@@ -158,7 +158,8 @@ def test_a_killed_compiler_is_not_remembered(shop: Workshop) -> None:
     shop.compiler('case "$*" in *manager.cpp*) kill -9 $$;; esac')
     with pytest.raises(BuildError, match="SIGKILL.*try fewer at a time: -j 1"):
         shop.build()
-    body = 'case "$*" in *manager.cpp*) echo "g++: fatal error: Killed signal terminated program cc1plus"; exit 1;; esac'
+    killed = "g++: fatal error: Killed signal terminated program cc1plus"
+    body = f'case "$*" in *manager.cpp*) echo "{killed}"; exit 1;; esac'
     shop.compiler(body)
     with pytest.raises(BuildError, match="killed, or out of memory"):
         shop.build()
@@ -213,7 +214,7 @@ def test_full_disk(shop: Workshop) -> None:
     """
     (shop.folder / "small").mkdir()
     result = shop.run(script, wrapper=("unshare", "-m"), GRADGEN_CACHE=small)
-    if result.returncode in (1, 77) and not result.stdout:
+    if result.returncode == 77 or result.stderr.startswith("unshare:"):
         pytest.skip("may not mount a file system")
     message, left = result.stdout.rsplit("\n", 2)[:2]
     assert "no space left" in message.lower() and small in message

@@ -15,7 +15,9 @@ def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
     return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
-def accumulate(strategy: str, contributions: list[float], seed: int = 0, cfg: Any = None, **options: Any) -> dict[str, np.ndarray]:
+def accumulate(
+    strategy: str, contributions: list[float], seed: int = 0, cfg: Any = None, **options: Any
+) -> dict[str, np.ndarray]:
     grads = manager(None, strategy, cfg, dtype="bfloat16", seed=seed, **options)
     whole_step(grads, len(contributions), lambda m: contributions[m])
     return assemble([shards(grads)])
@@ -34,7 +36,9 @@ def test_accumulator_and_rounding_are_choices(strategy: str) -> None:
 
 def test_six_hundred_ones() -> None:
     big = config(hidden=100, odd=40, layers=1)
-    assert np.all(accumulate("unsharded", [1.0] * 600, accumulator="float32", cfg=big)["layers.0.proj.weight"] == 600.0)
+    assert np.all(
+        accumulate("unsharded", [1.0] * 600, accumulator="float32", cfg=big)["layers.0.proj.weight"] == 600.0
+    )
     assert np.all(accumulate("unsharded", [1.0] * 600, cfg=big)["layers.0.proj.weight"] == 256.0)
     stochastic = accumulate("unsharded", [1.0] * 600, rounding="stochastic", cfg=big)["layers.0.proj.weight"]
     assert abs(stochastic.mean() - 600.0) < 5 * 30 / np.sqrt(stochastic.size)
@@ -44,7 +48,10 @@ def test_six_hundred_ones() -> None:
     "options,match",
     [
         ({"dtype": "float32", "wire": "float64"}, "wire dtype float64 is not narrower"),
-        ({"dtype": "float32", "rounding": "stochastic"}, "stochastic rounding needs a bfloat16 or float16 accumulator"),
+        (
+            {"dtype": "float32", "rounding": "stochastic"},
+            "stochastic rounding needs a bfloat16 or float16 accumulator",
+        ),
         ({"dtype": "float64", "accumulator": "bfloat16"}, "no kernel sums float64|not narrower"),
         ({"dtype": "int8"}, "int8"),
         ({"block_buffers": 0}, "block_buffers must be at least 1"),
@@ -92,7 +99,14 @@ def test_stochastic_rounding_is_the_same_for_every_world(world: int) -> None:
 
     def run(size: int) -> dict[str, np.ndarray]:
         def body(rank: int, comm: Any) -> Any:
-            grads = manager(comm, "fully_sharded", config(hidden=50, odd=9), dtype="bfloat16", rounding="stochastic", seed=11)
+            grads = manager(
+                comm,
+                "fully_sharded",
+                config(hidden=50, odd=9),
+                dtype="bfloat16",
+                rounding="stochastic",
+                seed=11,
+            )
             for _ in range(2):
                 whole_step(grads, 3, lambda m: 1.0 + m / 128)
             return shards(grads)
@@ -104,19 +118,27 @@ def test_stochastic_rounding_is_the_same_for_every_world(world: int) -> None:
         for name, value in many.items():
             assert np.array_equal(value, alone[name]), name
     else:
-        assert {name: value.shape for name, value in many.items()} == {name: value.shape for name, value in alone.items()}
+        assert {name: value.shape for name, value in many.items()} == {
+            name: value.shape for name, value in alone.items()
+        }
 
 
 def test_stochastic_rounding_errors_are_independent() -> None:
     """Different micro-steps, steps, seeds and weights use different bits; neighbours do not agree more than chance."""
     big = config(hidden=200, odd=100, layers=2)
-    up = {seed: accumulate("unsharded", [256.0, 1.0], seed=seed, rounding="stochastic", cfg=big) for seed in (1, 2)}
+    up = {
+        seed: accumulate("unsharded", [256.0, 1.0], seed=seed, rounding="stochastic", cfg=big)
+        for seed in (1, 2)
+    }
     a, b = (up[seed]["layers.0.proj.weight"].ravel() == 258.0 for seed in (1, 2))
     c = up[1]["layers.1.proj.weight"].ravel() == 258.0
     bound = 5 / (2 * np.sqrt(a.size))
     assert abs((a & b).mean() - 0.25) < bound and abs((a & c).mean() - 0.25) < bound
     assert abs((a[1:] & a[:-1]).mean() - 0.25) < bound
-    assert np.array_equal(up[1]["layers.0.proj.weight"], accumulate("unsharded", [256.0, 1.0], seed=1, rounding="stochastic", cfg=big)["layers.0.proj.weight"])
+    assert np.array_equal(
+        up[1]["layers.0.proj.weight"],
+        accumulate("unsharded", [256.0, 1.0], seed=1, rounding="stochastic", cfg=big)["layers.0.proj.weight"],
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -165,7 +187,10 @@ def test_non_finite_gradients(strategy: str, world: int, poison: float) -> None:
                 return poison if rank == world - 1 else 1.0
 
             if choice == "raise":
-                with pytest.raises(gradgen.NonFiniteError, match=r"(?s)gradient elements are inf or nan.*layers\.0\.proj\.weight"):
+                with pytest.raises(
+                    gradgen.NonFiniteError,
+                    match=r"(?s)gradient elements are inf or nan.*layers\.0\.proj\.weight",
+                ):
                     whole_step(grads, 1, bad)
                 grads.reset()
             else:

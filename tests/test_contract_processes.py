@@ -25,7 +25,14 @@ def spawn(world: int, *command: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     return [
         subprocess.Popen(
             [sys.executable, *command], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
@@ -48,7 +55,9 @@ def by_threads(world: int) -> list[dict[str, np.ndarray]]:
         out: dict[str, np.ndarray] = {}
         for strategy in STRATEGIES:
             for name, options in OPTIONS.items():
-                grads = model().GradientManager(config(tied=name == "fp32"), comm, strategy=strategy, **options)
+                grads = model().GradientManager(
+                    config(tied=name == "fp32"), comm, strategy=strategy, **options
+                )
                 for _ in range(2):
                     whole_step(grads, 2, lambda m: noise(rank, m))
                 for weight, (offset, shape, value) in shards(grads).items():
@@ -66,7 +75,11 @@ def test_processes_give_the_bits_of_threads(world: int, tmp_path: Path) -> None:
     for transport in transports:
         out = tmp_path / transport
         out.mkdir()
-        ranks = spawn(world, "-m", "tests.process_rank", str(out), transport) if world > 1 else spawn(2, "-m", "tests.process_rank", str(out), transport)
+        ranks = (
+            spawn(world, "-m", "tests.process_rank", str(out), transport)
+            if world > 1
+            else spawn(2, "-m", "tests.process_rank", str(out), transport)
+        )
         texts = finish(ranks)
         assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
         results[transport] = [dict(np.load(out / f"rank{rank}.npz")) for rank in range(len(ranks))]

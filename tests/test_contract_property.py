@@ -28,9 +28,15 @@ DTYPES = [
 @st.composite
 def steps(draw: Any) -> dict[str, Any]:
     """A configuration, a world, and for every rank and micro-step which blocks are visited and with what."""
-    world, micro_steps, layers = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    world, micro_steps, layers = (
+        draw(st.sampled_from([1, 2, 3, 4])),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 5)),
+    )
     visits = st.integers(0, 3)  # 0: not visited; otherwise the gradient
-    plan = draw(st.lists(visits, min_size=world * micro_steps * layers, max_size=world * micro_steps * layers))
+    plan = draw(
+        st.lists(visits, min_size=world * micro_steps * layers, max_size=world * micro_steps * layers)
+    )
     grid = np.asarray(plan, float).reshape(world, micro_steps, layers)
     for rank in range(world):  # every block at least once a step on every rank
         for layer in range(layers):
@@ -83,13 +89,17 @@ def test_random_steps_equal_the_reference(case: dict[str, Any]) -> None:
                         if name in present:
                             fill_weight(grads, name, rank + 1.0)
         norm = grads.grad_norm()
-        assert grads.trace() == [tuple(entry) for entry in grads.plan_for(micro_steps).trace(case["strategy"])]
+        assert grads.trace() == [
+            tuple(entry) for entry in grads.plan_for(micro_steps).trace(case["strategy"])
+        ]
         return shards(grads), norm
 
     results = run_ranks(world, body)
     whole = assemble([shard for shard, _ in results])
     divisor = world if case["divide"] == "mean" else case["divide"]
-    tolerance = 2**-8 if case["options"].get("accumulator", case["options"]["dtype"]) in ("bfloat16",) else 1e-6
+    tolerance = (
+        2**-8 if case["options"].get("accumulator", case["options"]["dtype"]) in ("bfloat16",) else 1e-6
+    )
     outside = sum(rank + 1.0 for rank in range(world)) * micro_steps / divisor
     for name, value in whole.items():
         uses = 2 if name == "twice" or (name == "embed.weight" and case["config"]["tied"]) else 1

@@ -144,7 +144,15 @@ def test_frozen_weights_cost_nothing(strategy: str, world: int) -> None:
         assert frozen < free
 
 
-@pytest.mark.parametrize("dtypes", [{}, {"dtype": "bfloat16", "accumulator": "float32"}, {"dtype": "bfloat16", "rounding": "stochastic"}, {"wire": "bfloat16"}])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {},
+        {"dtype": "bfloat16", "accumulator": "float32"},
+        {"dtype": "bfloat16", "rounding": "stochastic"},
+        {"wire": "bfloat16"},
+    ],
+)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_is_what_was_planned(strategy: str, world: int, dtypes: dict[str, str]) -> None:

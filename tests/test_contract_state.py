@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 import gradgen
-from tests.support import STRATEGIES, assemble, config, fill_block, fill_weight, model, run_ranks, shards, whole_step
+from tests.support import (
+    STRATEGIES,
+    assemble,
+    config,
+    fill_block,
+    fill_weight,
+    model,
+    run_ranks,
+    shards,
+    whole_step,
+)
 
 OUTSIDE = ("lm_head", "spare", "logit_scale", "twice", "positions", "embedding")
 
@@ -30,9 +40,16 @@ def refused(error: type[BaseException], match: str, call: Any, *args: Any) -> No
 def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     grads = manager(None, strategy)
     at = "mini: block 'layer' layer 1, micro-step 0 of 2"
-    refused(gradgen.StateError, "mini: get_block_full of block 'layer' layer 1 outside of a micro-step", grads.block_full, 1)
+    refused(
+        gradgen.StateError,
+        "mini: get_block_full of block 'layer' layer 1 outside of a micro-step",
+        grads.block_full,
+        1,
+    )
     refused(gradgen.StateError, "end_micro_step without start_micro_step", grads.end_micro_step)
-    refused(gradgen.StateError, r"start_micro_step\(1, 2\): expected micro-step 0", grads.start_micro_step, 1, 2)
+    refused(
+        gradgen.StateError, r"start_micro_step\(1, 2\): expected micro-step 0", grads.start_micro_step, 1, 2
+    )
     refused(gradgen.StateError, "at least one micro-step", grads.start_micro_step, 0, 0)
     grads.start_micro_step(0, 2)
     refused(gradgen.StateError, "has not ended", grads.start_micro_step, 1, 2)
@@ -41,7 +58,7 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     refused(gradgen.StateError, f"{at}: handed out already; notify it", grads.block_full, 1)
     refused(gradgen.StateError, f"{at}: handed out but not notified", grads.end_micro_step)
     refused(gradgen.StateError, "zero_grad inside micro-step 0 of 2", grads.zero_grad)
-    for name, tensor in block.items():
+    for _, tensor in block.items():
         np.asarray(tensor)[...] = 3.0
     grads.notify_block(1)
     refused(gradgen.StateError, "notified without", grads.notify_block, 1)
@@ -61,7 +78,17 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     assert np.all(whole["layers.1.proj.weight"] == 3.0) and np.all(whole["layers.2.proj.weight"] == 4.0)
 
 
-@pytest.mark.parametrize("bad,error", [(-1, IndexError), (3, IndexError), (2**70, IndexError), (True, TypeError), (1.0, TypeError), ("0", TypeError)])
+@pytest.mark.parametrize(
+    "bad,error",
+    [
+        (-1, IndexError),
+        (3, IndexError),
+        (2**70, IndexError),
+        (True, TypeError),
+        (1.0, TypeError),
+        ("0", TypeError),
+    ],
+)
 def test_bad_layers(bad: Any, error: type[BaseException]) -> None:
     grads = manager(None, "unsharded")
     grads.start_micro_step(0, 1)
@@ -127,15 +154,14 @@ def test_unwritten_weights(strategy: str, world: int) -> None:
     def body(rank: int, comm: Any) -> Any:
         grads = manager(comm, strategy, poison=True)
         grads._native.poison()
-        with pytest.raises(gradgen.StateError) as caught:
-            with grads.micro_step(0, 1):
-                for name in OUTSIDE:
-                    if name != "spare" and (name != "logit_scale" or rank != world - 1):
-                        fill_weight(grads, name, 1.0)
-                for layer in (2, 1):
-                    fill_block(grads, layer, 1.0, only={"proj", "norm", "one", "fixed", "conv"})
-                if rank != world - 1:
-                    fill_block(grads, 0, 1.0)
+        with pytest.raises(gradgen.StateError) as caught, grads.micro_step(0, 1):
+            for name in OUTSIDE:
+                if name != "spare" and (name != "logit_scale" or rank != world - 1):
+                    fill_weight(grads, name, 1.0)
+            for layer in (2, 1):
+                fill_block(grads, layer, 1.0, only={"proj", "norm", "one", "fixed", "conv"})
+            if rank != world - 1:
+                fill_block(grads, 0, 1.0)
         text = str(caught.value)
         who = f" (rank {world - 1})" if world > 1 else ""
         for name in ("logit_scale", "layers.0.proj.weight", "layers.0.conv"):
@@ -183,7 +209,9 @@ def test_too_many_blocks_at_once() -> None:
         grads.start_micro_step(0, 1)
         grads.block_full(2)
         grads.block_full(1)
-        refused(gradgen.StateError, "more blocks are in use at once than block_buffers = 2", grads.block_full, 0)
+        refused(
+            gradgen.StateError, "more blocks are in use at once than block_buffers = 2", grads.block_full, 0
+        )
 
     run_ranks(2, body)
 
@@ -202,7 +230,13 @@ def test_ranks_that_differ_are_told_at_construction(difference: str) -> None:
     start = time.monotonic()
     results = run_ranks(3, body, expect_errors=True)
     assert time.monotonic() - start < 5
-    want = {"config": "lm_head", "strategy": "strategy: sharded", "dtype": "dtype: bfloat16", "seed": "seed: 3", "divide": "divide: 5"}
+    want = {
+        "config": "lm_head",
+        "strategy": "strategy: sharded",
+        "dtype": "dtype: bfloat16",
+        "seed": "seed: 3",
+        "divide": "divide: 5",
+    }
     for error in results:
         assert isinstance(error, gradgen.MismatchError), error
         assert want[difference] in str(error) and "rank 1" in str(error), error

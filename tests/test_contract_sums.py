@@ -257,5 +257,8 @@ def test_more_uses_than_declared(strategy: str) -> None:
     grads.start_micro_step(0, 1)
     fill_weight(grads, "twice", 1.0)
     fill_weight(grads, "twice", 2.0)
-    with pytest.raises(gradgen.StateError, match=r"mini: weight 'twice', micro-step 0 of 1: use 3, but the spec declares uses: 2"):
+    with pytest.raises(
+        gradgen.StateError,
+        match=r"mini: weight 'twice', micro-step 0 of 1: use 3, but the spec declares uses: 2",
+    ):
         grads.non_block_full("twice")

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles without warnings for sm_80 and sm_90; where there is a GPU, the kernels match the CPU's bit for bit."""
+"""Every CUDA source compiles without warnings for sm_80 and sm_90; on a GPU the kernels give the CPU's bits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ TARGETS = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is missing")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles_for_ampere_and_hopper(source: Path, tmp_path: Path) -> None:
-    command = ["nvcc", "-std=c++20", "-fmad=false", "-Xptxas=-O1", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+    flags = ["-std=c++20", "-fmad=false", "-Xptxas=-O1", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+    files = [f"-I{RUNTIME / 'include'}", "-c", str(source), "-o", str(tmp_path / "out.o")]
     result = subprocess.run(
-        [*command, *TARGETS, f"-I{RUNTIME / 'include'}", "-c", str(source), "-o", str(tmp_path / "out.o")],
+        ["nvcc", *flags, *TARGETS, *files],
         capture_output=True,
         text=True,
     )
@@ -41,7 +42,8 @@ def test_the_generic_runtime_and_the_public_headers_are_free_of_cuda() -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_kernels_on_the_gpu(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "gpu" / "run.sh"
     result = subprocess.run(
-        [ROOT / "tests" / "gpu" / "run.sh"], capture_output=True, text=True, env={**os.environ, "OUT": str(tmp_path)}
+        [script], capture_output=True, text=True, env={**os.environ, "OUT": str(tmp_path)}
     )
     assert result.returncode == 0, result.stdout + result.stderr

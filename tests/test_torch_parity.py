@@ -1,4 +1,4 @@
-"""Gradients and training of real transformers models equal plain autograd, for every strategy, at W = 1, 2 and 3."""
+"""Gradients and training of real transformers models equal plain autograd, for every strategy, at W = 1, 2, 3."""
 
 from __future__ import annotations
 

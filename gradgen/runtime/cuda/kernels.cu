@@ -72,13 +72,14 @@ void cuda_reduce(const ReduceArgs& args, std::span<const ReduceSource> sources, 
     }
     ReduceParams p{};
     DType source_type = args.source_type;
-    const auto add_source = [&p](const void* data, bool packed) {
+    const auto add_source = [&p](const void* data, bool packed, std::size_t rank) {
         p.packed |= static_cast<std::uint64_t>(packed) << p.count;
+        p.ranks[p.count] = static_cast<std::uint8_t>(rank);
         p.sources[p.count++] = data;
         note_operand(p, data, packed);
     };
-    for (const ReduceSource& source : sources) {
-        if (source.data) add_source(source.data, source.packed);
+    for (std::size_t rank = 0; rank < sources.size(); ++rank) {
+        if (sources[rank].data) add_source(sources[rank].data, sources[rank].packed, rank);
     }
     p.target = args.target;
     p.target_in_arena = args.target_in_arena;
@@ -94,7 +95,7 @@ void cuda_reduce(const ReduceArgs& args, std::span<const ReduceSource> sources, 
         p.device_scale = nullptr;
         p.stats = nullptr;
     } else if (p.count == 0) {  // the target is the only term
-        add_source(args.target, !args.target_in_arena);
+        add_source(args.target, !args.target_in_arena, 0);
         p.overwrite = true;
         p.wire = DType::f32;
         source_type = args.target_type;

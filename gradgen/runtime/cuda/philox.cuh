@@ -21,6 +21,15 @@ struct RandomStream {
         word3 = micro_step << 4 | static_cast<std::uint32_t>(key.site);
     }
 
+    /// RoundingKey::for_rank.
+    __device__ __forceinline__ RandomStream for_rank(int rank) const {
+        const std::uint64_t mask = (static_cast<std::uint64_t>(rank) + 1) * 0x9E3779B97F4A7C15ull;
+        RandomStream other = *this;
+        other.key0 ^= static_cast<std::uint32_t>(mask);
+        other.key1 ^= static_cast<std::uint32_t>(mask >> 32);
+        return other;
+    }
+
     /// Eight times 16 bits, in element order, the lower half of a word first.
     __device__ __forceinline__ uint4 bits(std::uint64_t group, std::uint32_t weight) const {
         uint4 c{static_cast<std::uint32_t>(group), (static_cast<std::uint32_t>(group >> 32) & 0xffu) | weight << 8,

@@ -40,20 +40,18 @@ struct Reducer {
     static __device__ __forceinline__ float sum(float a, float b) { return __fadd_rn(a, b); }
     static __device__ __forceinline__ double sum(double a, double b) { return __dadd_rn(a, b); }
 
-    /// A source's values as the wire would have carried them.
-    __device__ __forceinline__ void through_wire(Compute<S> (&y)[8], const uint4& bits) const {
+    /// The values of source `r` as the wire would have carried them.
+    __device__ __forceinline__ void through_wire(Compute<S> (&y)[8], int r, std::uint64_t group,
+                                                 std::uint32_t weight) const {
         if constexpr (kWire) {
             const bool stochastic = p.wire_rounding.stochastic;
+            const uint4 bits = stochastic ? wire_random.for_rank(p.ranks[r]).bits(group, weight) : uint4{};
             if (p.wire == DType::bf16) {
                 stochastic ? narrow<bf16, true>(y, bits) : narrow<bf16, false>(y, bits);
             } else {
                 stochastic ? narrow<f16, true>(y, bits) : narrow<f16, false>(y, bits);
             }
         }
-    }
-    __device__ __forceinline__ uint4 wire_bits(std::uint64_t group, std::uint32_t weight) const {
-        if (kWire && p.wire_rounding.stochastic) return wire_random.bits(group, weight);
-        return {};
     }
 
     __device__ __forceinline__ Group<T> finish(V (&x)[8], std::uint64_t group, std::uint32_t weight) const {
@@ -92,13 +90,13 @@ struct Reducer {
             }
 #pragma unroll
             for (int u = 0; u < kGroups; ++u) {
-                const uint4 bits = wire_bits(tile.group + first + kThreads * u, tile.weight + p.weight_offset);
+                const std::uint64_t group = tile.group + first + kThreads * u;
 #pragma unroll
                 for (int b = 0; b < kBatch; ++b) {
                     if (b > 0 && r + b >= count) continue;
                     Compute<S> y[8];
                     widen(raw[b][u], y);
-                    through_wire(y, bits);
+                    through_wire(y, r + b, group, tile.weight + p.weight_offset);
 #pragma unroll
                     for (int j = 0; j < 8; ++j) x[u][j] = sum(x[u][j], static_cast<V>(y[j]));
                 }
@@ -126,7 +124,6 @@ struct Reducer {
         const int begin = max(tile.begin - 8 * index, 0), end = min(tile.end - 8 * index, 8);
         const std::uint64_t group = tile.group + index;
         const std::uint32_t weight = tile.weight + p.weight_offset;
-        const uint4 bits = wire_bits(group, weight);
         T* const to = target(tile) + 8 * index;
         V x[8];
 #pragma unroll
@@ -146,7 +143,7 @@ struct Reducer {
                 Compute<S> y[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) y[j] = to_compute(raw[b][j]);
-                through_wire(y, bits);
+                through_wire(y, r + b, group, weight);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[j] = sum(x[j], static_cast<V>(y[j]));
             }
@@ -168,7 +165,8 @@ struct Reducer {
     }
 
     __device__ __forceinline__ void tile(const CudaTile& tile, Statistics& statistics) const {
-        const auto misaligned = ((tile.source & p.arena_mask) | (tile.shard & p.shard_mask)) & 7;
+        const int misaligned =
+            (static_cast<int>(tile.source) & p.arena_mask) | (static_cast<int>(tile.shard) & p.shard_mask);
         const bool aligned = (misaligned | p.unaligned) == 0;
         if constexpr (kUnroll > 1) {
             static_assert(kCudaTile % (8 * kThreads * kUnroll) == 0);
@@ -192,7 +190,10 @@ struct Reducer {
 };
 
 template <class T, class S, bool kStochastic, bool kWire, bool kMany>
-__global__ void __launch_bounds__(kThreads, kMany ? 2 : sizeof(S) == 2 ? 5 : 4) reduce_kernel(const __grid_constant__ ReduceParams p) {
+__global__ void __launch_bounds__(kThreads, kMany            ? 2
+                                            : sizeof(S) == 2 ? 5
+                                                             : 4)
+    reduce_kernel(const __grid_constant__ ReduceParams p) {
     const int step = static_cast<int>(gridDim.x), last = p.walk.count - 1;
     CudaTile next = load_tile(p.walk.tiles + blockIdx.x);
     wait_for_stream();

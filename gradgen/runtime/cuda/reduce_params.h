@@ -12,7 +12,8 @@ inline constexpr int kMaxSources = 64;
 
 struct ReduceParams {
     const void* sources[kMaxSources];
-    std::uint64_t packed = 0;  // bit r: sources[r] lies at shard offsets
+    std::uint8_t ranks[kMaxSources];  // of the sources, before those without data were left out
+    std::uint64_t packed = 0;         // bit r: sources[r] lies at shard offsets
     void* target = nullptr;
     Walk walk;
     CudaStats* stats = nullptr;
