@@ -132,7 +132,7 @@ class Bench {
         for (std::size_t i = 0; i < cases_.size(); ++i) {
             Case& c = cases_[i];
             const double rate = c.bytes * blocks_ / c.median(), micro = c.median() / blocks_ * 1e6;
-            std::printf("%-14s %-46s %8.1f us %7.0f GB/s %6.3f of copy\n", model_.c_str(), c.name.c_str(), micro,
+            std::printf("%-14s %-48s %8.1f us %7.0f GB/s %6.3f of copy\n", model_.c_str(), c.name.c_str(), micro,
                         rate * 1e-9, rate / copy);
             if (!json) continue;
             std::fprintf(json,
@@ -155,10 +155,10 @@ class Bench {
                           }});
         accumulate("accumulate bf16 += bf16, nearest", false, false, false);
         accumulate("accumulate bf16 += bf16, stochastic", true, false, false);
-        accumulate("  and device counters", true, false, true);
-        accumulate("  and scale, sum of squares, finite", true, true, false);
+        accumulate("accumulate stochastic, device counters", true, false, true);
+        accumulate("accumulate stochastic, scale and statistics", true, true, false);
         reduction("reduce 8 x bf16 -> bf16 shard, stochastic", DType::bf16, true, false);
-        reduction("  and scale, sum of squares, finite", DType::bf16, true, true);
+        reduction("reduce to bf16 stochastic, scale and statistics", DType::bf16, true, true);
         reduction("reduce 8 x bf16 -> fp32 shard", DType::f32, false, false);
         cases_.push_back({"measure bf16", 2.0 * static_cast<double>(whole_->numel()), [this](int block) {
                               cuda_measure(DType::bf16, target(block), true, *whole_, stats(), nullptr);

@@ -182,13 +182,15 @@ def show(table: dict[str, dict[str, Any]]) -> str:
         ]
         plan = f"{row['planned_mib']:7.1f}" if row["planned_mib"] else "      -"
         lines.append(
-            f"{variant:28s} {row['step_ms']:8.0f} {over:>24s} {row['cpu_overhead_ms']:6.0f} {ratios[0]} {ratios[1]} "
+            f"{variant:28s} {row['step_ms']:8.0f} {over:>24s} {row['cpu_overhead_ms']:6.0f} "
+            f"{ratios[0]} {ratios[1]} "
             f"{row['gradient_mib']:9.1f} {plan} {row['peak_mib']:7.0f}"
         )
     return "\n".join(
         [
             *lines,
-            "milliseconds and MiB a rank; cpu: processor time over the floor's; /DDP, /FSDP2: overhead relative to the best variant of each",
+            "milliseconds and MiB a rank; cpu: processor time over the floor's; "
+            "/DDP, /FSDP2: overhead relative to the best variant of each",
         ]
     )
 

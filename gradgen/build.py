@@ -15,6 +15,7 @@ from gradgen.diagnostics import BuildError
 from gradgen.lock import locked
 from gradgen.notes import note
 from gradgen.recipes import Recipe, Sources, model_recipe, runtime_recipe
+from gradgen.runtime_files import runtime_sources
 from gradgen.toolchain import Toolchain
 
 Log = Callable[[str], None]
@@ -50,7 +51,7 @@ def build_runtime(
     toolchain: Toolchain, log: Log = note, *, jobs: int | None = None, retry: bool = False
 ) -> RuntimeArtifact:
     """The runtime's extension module. `retry` compiles again what is known to fail. Raises BuildError."""
-    return _runtime(keys.runtime_sources(), toolchain, _How(jobs or default_jobs(), retry, log))
+    return _runtime(runtime_sources(), toolchain, _How(jobs or default_jobs(), retry, log))
 
 
 def build_model(
@@ -68,7 +69,7 @@ def build_model(
     """
     started = time.monotonic()
     how = _How(jobs or default_jobs(), retry, log)
-    sources = keys.runtime_sources()
+    sources = runtime_sources()
     runtime_key = keys.runtime_key(sources, toolchain)
     entry = Entry(paths.cache_dir(), model, keys.model_key(files, model, runtime_key))
     build = entry.find()

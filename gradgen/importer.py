@@ -66,7 +66,7 @@ def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Bu
         )
     if folder in _verified:
         return build
-    from gradgen.keys import runtime_sources, sources_hash
+    from gradgen.runtime_files import runtime_sources, sources_hash
 
     if build.sources != sources_hash(runtime_sources()):
         raise UnusableModule(f"the binary in {folder} was built by a gradgen with another runtime{again}")

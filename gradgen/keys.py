@@ -6,30 +6,14 @@ environment variables (those that change what a compiler does are taken away fro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
-from gradgen import paths
+from gradgen.runtime_files import content_hash, sources_hash
 from gradgen.toolchain import LINK, ROLES, Toolchain
-
-PARTS = ("include", "src", "bindings")
-SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
-
-
-def runtime_sources() -> dict[str, bytes]:
-    """Every file of the runtime by relative name. Read once: what is hashed is what is compiled."""
-    root = paths.runtime_dir()
-    files = (path for part in PARTS for path in (root / part).rglob("*") if path.suffix in SUFFIXES)
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(files)}
-
-
-def sources_hash(sources: Mapping[str, bytes]) -> str:
-    """Names too: moving a header changes what `#include` finds."""
-    return _hash(*(part for name, content in sorted(sources.items()) for part in (name.encode(), content)))
 
 
 def runtime_key(sources: Mapping[str, bytes], toolchain: Toolchain) -> str:
-    return _hash(
+    return content_hash(
         sources_hash(sources).encode(),
         toolchain.version.encode(),  # other compilers make other code, and name C++ symbols differently
         " ".join(
@@ -50,7 +34,7 @@ def model_key(files: Mapping[str, str], model: str, runtime: str) -> str:
     Python text counts too, because it is imported from the same folder.
     """
     texts = (part for name, text in sorted(files.items()) for part in (name.encode(), text.encode()))
-    return _hash(runtime.encode(), model.encode(), *texts)
+    return content_hash(runtime.encode(), model.encode(), *texts)
 
 
 def text_hash(files: Mapping[str, str]) -> str:
@@ -61,11 +45,4 @@ def text_hash(files: Mapping[str, str]) -> str:
         if name != "__init__.py"
         for part in (name.encode(), text.encode())
     )
-    return _hash(*parts)[:16]
-
-
-def _hash(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
+    return content_hash(*parts)[:16]

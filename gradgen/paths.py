@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from gradgen.diagnostics import CacheError
@@ -53,6 +52,8 @@ def cache_dir() -> Path:
                 return folder
         except OSError:
             pass
+    import tempfile  # late: it imports much, and a built module imports this one
+
     why = "there is no home folder" if home is None else f"cannot write to {home}"
     folder = _private(Path(tempfile.gettempdir()) / f"gradgen-{os.geteuid()}")
     warn_once(f"{why}: compiled modules go to {folder}; {CURE}")

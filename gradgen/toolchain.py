@@ -24,7 +24,7 @@ INSTALL = (
 # No fused multiply-add behind the source's back: sums must be the same bits on every machine.
 COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-semantic-interposition", "-Wno-psabi")
 ROLES = {
-    "core": ("-O2",),  # its symbols are what models link against
+    "core": ("-O2", "-I."),  # its symbols are what models link against
     "bindings": ("-O1", "-fvisibility=hidden", "-I."),
     "model": ("-O2", "-fvisibility=hidden"),
     "module": ("-O1", "-fvisibility=hidden"),  # calls that Python makes once

@@ -35,7 +35,7 @@ def test_a_line_a_module(shop: Workshop) -> None:
     shop.build()
     runtime, compiled, cached = shop.notes
     assert runtime.startswith("gradgen: runtime ")
-    assert "bindings.cpp" in runtime and "src_core.cpp" in runtime
+    assert "bindings.cpp" in runtime and "core.cpp" in runtime
     assert compiled.split(" cpu: ")[1].startswith("manager.cpp ")
     assert ", module.cpp " in compiled and "(compiled, " in compiled
     assert cached.endswith(" ms)") and "(cached, " in cached
@@ -59,7 +59,7 @@ def test_eight_processes_compile_once(shop: Workshop) -> None:
         for _ in range(8)
     ]
     assert [process.communicate(timeout=120)[0] for process in processes] == ["42\n"] * 8
-    assert shop.compiled() == ["bindings.cpp", "manager.cpp", "module.cpp", "src/core.cpp"]
+    assert shop.compiled() == ["bindings.cpp", "core.cpp", "manager.cpp", "module.cpp"]
     assert shop.leftovers() == []
 
 

@@ -19,6 +19,7 @@ from build_support import Workshop, rendered
 
 from gradgen import BuildError, CacheError, keys, manifest, notes, paths
 from gradgen.cache import cache_entries, clean
+from gradgen.runtime_files import runtime_sources
 from gradgen.toolchain import find_toolchain
 
 
@@ -101,7 +102,7 @@ def test_manifest_of_another_key_is_a_miss(shop: Workshop) -> None:
 
 def model_key(shop: Workshop, **changes: object) -> str:
     found = dataclasses.replace(find_toolchain(), **changes)  # type: ignore[arg-type]
-    return keys.model_key(rendered(), "toy", keys.runtime_key(keys.runtime_sources(), found))
+    return keys.model_key(rendered(), "toy", keys.runtime_key(runtime_sources(), found))
 
 
 def touch(shop: Workshop) -> None:
@@ -271,7 +272,7 @@ def test_home_that_cannot_be_used(
     """No home, or one that cannot be written: a private folder and one warning."""
     monkeypatch.delenv("GRADGEN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / "file").write_text("")
     for home in (str(tmp_path / "file"), "~"):
         notes.warn_once.cache_clear()

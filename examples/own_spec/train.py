@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import gradgen
 from gradgen.torch import ShardedOptimizer, attach
 
-WIDTH, LAYERS, STEPS, MICRO_STEPS, BATCH = 64, 3, 300, 2, 128
+WIDTH, LAYERS, STEPS, MICRO_STEPS, BATCH = 64, 3, 60, 2, 128
 
 
 class Residual(nn.Module):
@@ -79,8 +79,8 @@ def main() -> None:
                 loss.backward()
         optimizer.step(max_norm=1.0)
         optimizer.zero_grad()
-        if rank == 0 and (step + 1) % 50 == 0:
-            print(f"step {step + 1}: loss {loss.item() * MICRO_STEPS:.3f}")
+        if rank == 0 and (step + 1) % 10 == 0:
+            print(f"step {step + 1}: loss {loss.item() * MICRO_STEPS:.4f}")
     points, label = spirals(torch.Generator().manual_seed(0))
     if rank == 0:
         print(f"accuracy {(model(points).argmax(1) == label).float().mean().item():.3f}")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the CUDA kernels, their test and their benchmark; runs the test, compute-sanitizer and the benchmark on the GPU; prints a table.
-#   tests/gpu/run.sh          needs a GPU; writes gpu_kernels.json to $OUT, or to benchmarks/results where OUT is not set
+# Builds the CUDA kernels, their test and their benchmark; runs the test, compute-sanitizer and the benchmark on the
+# GPU; prints a table.
+#   tests/gpu/run.sh          needs a GPU; writes gpu_kernels.json to $OUT, by default to benchmarks/results
 #   tests/gpu/run.sh --dry    builds only: needs nvcc, no GPU
 # Exits with 1 when a step failed. ARCH=80 (or another compute capability) replaces 90.
 set -uo pipefail
@@ -30,15 +31,18 @@ compile() {  # one object a source, in parallel; then the two programs
     local flags="-std=c++20 -O3 -I$runtime/include"
     {
         for source in $runtime/cuda/*.cu tests/gpu/test_kernels.cu benchmarks/gpu_kernels.cu; do
-            echo "nvcc $flags -arch=sm_$arch -fmad=false -Xcompiler -Wall,-Wextra -c $source -o $build/$(basename "$(dirname "$source")")_$(basename "$source" .cu).o"
+            local object=$build/$(basename "$(dirname "$source")")_$(basename "$source" .cu).o
+            echo "nvcc $flags -arch=sm_$arch -fmad=false -Xcompiler -Wall,-Wextra -c $source -o $object"
         done
         for source in $runtime/src/{kernels*,dtype,layout}.cpp; do
-            echo "g++ $flags -Wall -Wextra -ffp-contract=off ${CPU_FLAGS--march=native} -c $source -o $build/$(basename "$source" .cpp).o"
+            local object=$build/$(basename "$source" .cpp).o
+            echo "g++ $flags -Wall -Wextra -ffp-contract=off ${CPU_FLAGS--march=native} -c $source -o $object"
         done
     } | xargs -P "$(nproc)" -I{} sh -c '{} || exit 255' || return 1
     local link="nvcc -arch=sm_$arch -cudart static"
     $link "$build"/cuda_*.o "$build"/{kernels*,dtype,layout}.o "$build/gpu_test_kernels.o" -o "$build/test_kernels" &&
-        $link "$build"/cuda_*.o "$build"/{dtype,layout}.o "$build/benchmarks_gpu_kernels.o" -o "$build/gpu_kernels" && echo "sm_$arch"
+        $link "$build"/cuda_*.o "$build"/{dtype,layout}.o "$build/benchmarks_gpu_kernels.o" -o "$build/gpu_kernels" &&
+        echo "sm_$arch"
 }
 
 sanitize() {  # a virtual machine whose driver refuses the tool is no failure of the kernels; the table says so
