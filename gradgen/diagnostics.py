@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gradgen.model import Place
+if TYPE_CHECKING:  # a built model imports the errors, and has no use for the compiler's types
+    from gradgen.model import Place
 
 MAX_QUOTE = 80
 MAX_CANDIDATES = 200
@@ -99,6 +100,8 @@ def plain(name: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "did you mean 'shape'?" where something close exists, else ""."""
+    import difflib
+
     candidates = list(known)
     if (
         len(candidates) > MAX_CANDIDATES

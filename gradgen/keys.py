@@ -16,9 +16,8 @@ def runtime_key(sources: Mapping[str, bytes], toolchain: Toolchain) -> str:
     return content_hash(
         sources_hash(sources).encode(),
         toolchain.version.encode(),  # other compilers make other code, and name C++ symbols differently
-        " ".join(
-            toolchain.command[1:]
-        ).encode(),  # options in CXX; the path of the compiler is none of the binary's
+        # Options in CXX. The path of the compiler is not in the binary and not in the key.
+        " ".join(toolchain.command[1:]).encode(),
         repr((toolchain.flags, sorted(ROLES.items()), LINK)).encode(),
         # A home folder is mounted on machines with other CPUs; code for the wrong one ends with SIGILL.
         toolchain.arch.encode(),
@@ -29,10 +28,7 @@ def runtime_key(sources: Mapping[str, bytes], toolchain: Toolchain) -> str:
 
 
 def model_key(files: Mapping[str, str], model: str, runtime: str) -> str:
-    """The runtime's key holds the toolchain;
-
-    Python text counts too, because it is imported from the same folder.
-    """
+    """The runtime's key holds the toolchain. Python text counts too: it is imported from the same folder."""
     texts = (part for name, text in sorted(files.items()) for part in (name.encode(), text.encode()))
     return content_hash(runtime.encode(), model.encode(), *texts)
 
