@@ -129,8 +129,8 @@ def threads(n: int, timeout: float = DEFAULT_TIMEOUT) -> Threads:
         raise TypeError(f"threads(n) takes the number of ranks, an integer, not {n!r}")
     if n < 1:
         raise ValueError(f"threads(n) needs at least one rank, got {n}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout}")
     return Threads(n, timeout)
 
 
@@ -149,13 +149,13 @@ def from_torch(
 
     info = default_group_info(process_group)
     limit = info.timeout if timeout is None else timeout
-    if not limit > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {limit}")
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"timeout must be a positive, finite number of seconds, got {limit}")
 
     def open_native(runtime: Any) -> Any:
         if info.world == 1:
             return runtime.single_communicator()
-        group = TorchTransport(process_group)
+        group = TorchTransport(process_group, limit)
         if transport != "group":
             from gradgen.diagnostics import CommError
 

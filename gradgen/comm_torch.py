@@ -8,6 +8,7 @@ imported on first use.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,13 +86,23 @@ class TorchWork:
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Blocks until the collective is done. Raises PeerLost, CommTimeout or CommError, which name the
-        operation.
+        """Blocks until the collective is done. Raises PeerLost, CommTimeout or CommError, which name the operation.
+
+        It looks again after short sleeps instead of waiting inside torch: so Ctrl-C is heard, and the time limit is ours.
         """
         if self._work is not None:
             with self._transport.errors(self._op):
+                self._poll()
                 self._work.wait()
         self._work, self._keep = None, ()
+
+    def _poll(self) -> None:
+        start, pause = time.monotonic(), 20e-6
+        while not self._work.is_completed():
+            if time.monotonic() - start > self._transport.timeout:
+                raise RuntimeError(f"timed out after {self._transport.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
 
 
 class TorchTransport:
@@ -100,8 +111,9 @@ class TorchTransport:
     A failed group cannot be trusted again: after the first error each call raises that error again.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, timeout: float | None = None) -> None:
         info = default_group_info(group)
+        self.timeout = info.timeout if timeout is None else timeout  # seconds
         self.info, self.rank, self.world = info, info.rank, info.world
         self._dist = _distributed()
         self._failure: str | None = None
@@ -140,7 +152,8 @@ class TorchTransport:
 
     def barrier(self) -> None:
         with self.errors("barrier"):
-            self._dist.barrier(group=self.info.group)
+            work = self._dist.barrier(group=self.info.group, async_op=True)
+        TorchWork(work, "barrier", self).wait()
 
     def gather_objects(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""
@@ -178,7 +191,9 @@ class TorchTransport:
     def _gather(self, into: Tensor, source: Tensor) -> None:
         if self._single:
             try:
-                _all_gather_single(self._dist)(into, source, group=self.info.group)
+                work = _all_gather_single(self._dist)(into, source, group=self.info.group, async_op=True)
+                TorchWork(work, "all_gather", self, into, source)._poll()
+                work.wait()
                 return
             except (RuntimeError, NotImplementedError) as error:
                 if not re.search("not support|no support|not implemented", str(error), re.IGNORECASE):

@@ -122,22 +122,26 @@ class BaseGradientManager:
             )
         comm = single() if comm is None else comm
         strategy = self._strategies[0] if strategy is None else strategy
-        if strategy not in self._strategies:
-            raise ValueError(
-                f"{package.native.model_name} has no strategy {strategy!r}; it has {', '.join(self._strategies)}"
+        try:
+            if strategy not in self._strategies:
+                name, known = package.native.model_name, ", ".join(self._strategies)
+                raise ValueError(f"{name} has no strategy {strategy!r}; it has {known}")
+            options = package.runtime.Options(
+                dtype=_dtype(dtype),
+                accumulator=None if accumulator is None else _dtype(accumulator),
+                wire=None if wire is None else _dtype(wire),
+                rounding=rounding,
+                wire_rounding=wire_rounding,
+                seed=seed,
+                divide=_divide(divide),
+                block_buffers=block_buffers,
+                nonfinite=nonfinite,
+                poison=poison,
             )
-        options = package.runtime.Options(
-            dtype=_dtype(dtype),
-            accumulator=None if accumulator is None else _dtype(accumulator),
-            wire=None if wire is None else _dtype(wire),
-            rounding=rounding,
-            wire_rounding=wire_rounding,
-            seed=seed,
-            divide=_divide(divide),
-            block_buffers=block_buffers,
-            nonfinite=nonfinite,
-            poison=poison,
-        )
+        except (TypeError, ValueError) as error:
+            if comm.world_size > 1:  # the others wait for this rank in their constructors
+                comm.native(package.runtime).abort(f"rank {comm.rank} could not build its manager: {error}")
+            raise
         self.config = config
         self.comm = comm
         self.nonfinite = nonfinite
@@ -197,17 +201,15 @@ class BaseGradientManager:
     @contextmanager
     def micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> Iterator[Any]:
         """start_micro_step ... end_micro_step. An exception inside marks the manager failed on every rank: reset() mends it."""
-        self.start_micro_step(micro_step, micro_steps, divide)
         try:
+            self.start_micro_step(micro_step, micro_steps, divide)
             yield self
+            self.end_micro_step()
         except BaseException as error:
-            self._native.fail(
-                f"rank {self.rank} left micro-step {micro_step} of {micro_steps} with {type(error).__name__}: {error}"[
-                    :500
-                ]
-            )
+            if self._native.accumulating:  # else the step is over, and every rank knows what this one found
+                where = f"rank {self.rank} left micro-step {micro_step} of {micro_steps}"
+                self._native.fail(f"{where} with {type(error).__name__}: {error}"[:500])
             raise
-        self.end_micro_step()
 
     def set_divide(self, divide: Any) -> None:
         """Sets the divisor of the current step, for example the global token count once it is known. A number or a 0-dim tensor."""

@@ -1,3 +1,9 @@
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
 #include "group.h"
 
 namespace gradgen::bind {
@@ -5,7 +11,8 @@ namespace {
 
 Timeout timeout_from(double seconds) {
     if (!(seconds > 0)) throw py::value_error("timeout must be a positive number of seconds");
-    return Timeout(static_cast<std::int64_t>(seconds * 1000));
+    // Whole milliseconds, at least one; a year stands for everything longer.
+    return Timeout(static_cast<std::int64_t>(std::ceil(std::min(seconds, 3.2e7) * 1000)));
 }
 
 void require_same(bool ok, const std::string& text) {
@@ -103,7 +110,10 @@ void bind_communicators(py::module_& m) {
             return std::make_shared<GroupCommunicator>(rank, world, std::move(transport));
         },
         py::arg("rank"), py::arg("world_size"), py::arg("transport"));
+    // Signals are handled by the main thread alone. Others must not ask for the GIL: at interpreter exit they would
+    // never get it.
     Communicator::set_interrupt_check([] {
+        if (syscall(SYS_gettid) != getpid()) return;
         py::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     });

@@ -20,8 +20,19 @@ GroupCommunicator::GroupCommunicator(int rank, int world, py::object transport)
 
 GroupCommunicator::~GroupCommunicator() {
     py::gil_scoped_acquire gil;
+    bool running = false;
+    for (const Pending& p : pending_) running = running || (!p.done && !py::cast<bool>(p.work.attr("is_completed")()));
+    if (running) {  // the group still writes into this memory, and nothing can stop it: it is never freed
+        static auto* const forever = new std::vector<std::shared_ptr<Storage>>;
+        forever->insert(forever->end(), adopted_.begin(), adopted_.end());
+        forever->push_back(zeros_);
+    }
     pending_.clear();
     transport_ = py::object();
+}
+
+void GroupCommunicator::adopt(std::vector<std::shared_ptr<Storage>> memory) {
+    adopted_.insert(adopted_.end(), memory.begin(), memory.end());
 }
 
 void GroupCommunicator::require_usable() const {

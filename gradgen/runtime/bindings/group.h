@@ -29,6 +29,7 @@ class GroupCommunicator final : public Communicator {
     void abort(const std::string& why) override;
     void reset() override;
     void close() override {}
+    void adopt(std::vector<std::shared_ptr<Storage>> memory) override;
 
   private:
     struct Pending {
@@ -47,6 +48,7 @@ class GroupCommunicator final : public Communicator {
     Ticket next_ = 1;
     std::string failure_;
     std::shared_ptr<Storage> zeros_;
+    std::vector<std::shared_ptr<Storage>> adopted_;
 };
 
 }  // namespace gradgen::bind

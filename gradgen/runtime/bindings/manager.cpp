@@ -182,7 +182,7 @@ void bind_manager(py::module_& m) {
         .def("fail", &EngineManager::fail, Unlocked())
         .def("close", &EngineManager::close, Unlocked())
         .def("trace",
-             [](const EngineManager& self) {
+             [](EngineManager& self) {
                  py::list out;
                  for (const TraceEntry& e : self.trace())
                      out.append(py::make_tuple(e.operation, e.unit, e.bytes, e.micro_step));

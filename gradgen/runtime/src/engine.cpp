@@ -13,16 +13,31 @@
 namespace gradgen {
 
 namespace {
-// Runs `body`; what a collective throws is remembered, since gradients may be lost.
+// Runs `body`. A refusal leaves everything as it was; whatever else ends a call may have lost gradients, an interrupt
+// too, and is remembered.
 template <class Body>
 auto guarded(std::string& failure, Body&& body) {
     try {
         return body();
-    } catch (const CommError& error) {
+    } catch (const StateError&) {
+        throw;
+    } catch (const NonFiniteError&) {
+        throw;
+    } catch (const std::exception& error) {
         failure = error.what();
+        throw;
+    } catch (...) {
+        failure = "a call was interrupted";
         throw;
     }
 }
+}  // namespace
+
+namespace {
+constexpr std::int64_t kLastStep = std::int64_t{1} << 62;
+
+// What the sum is multiplied with must be a number in fp32.
+bool usable_divisor(double divide) { return std::isfinite(divide) && divide >= 1e-30 && divide <= 1e30; }
 }  // namespace
 
 std::string EngineManager::where() const {
@@ -81,8 +96,8 @@ void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optio
     if (stage_ == Stage::between && micro_steps != micro_steps_)
         throw StateError(name + ": the step began with " + std::to_string(micro_steps_) +
                          " micro-steps; the number cannot change inside a step");
-    if (divide && !(*divide > 0 && std::isfinite(*divide)))
-        throw std::invalid_argument(name + ": divide must be positive and finite, got " + std::to_string(*divide));
+    if (divide && !usable_divisor(*divide))
+        throw std::invalid_argument(name + ": divide must lie between 1e-30 and 1e30, got " + std::to_string(*divide));
     if (micro_step == 0) {
         clear_step();
         divide_ = options_.divide.value_or(comm_->world_size());
@@ -100,8 +115,8 @@ void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optio
 
 void EngineManager::set_divide(double divide) {
     Guard guard(*this, "set_divide");
-    if (!(divide > 0 && std::isfinite(divide)))
-        throw std::invalid_argument(model_.name + ": divide must be positive and finite, got " +
+    if (!usable_divisor(divide))
+        throw std::invalid_argument(model_.name + ": divide must lie between 1e-30 and 1e30, got " +
                                     std::to_string(divide));
     if (!accumulating()) throw StateError(model_.name + ": the divisor belongs to a step; set it inside one");
     for (const Unit& unit : units_)
@@ -267,13 +282,17 @@ void EngineManager::end_micro_step() {
         settle(kEverything);
         issue(true);
         if (micro_step_ == micro_steps_ - 1) {
-            stage_ = Stage::complete;
             finish_step();
         } else {
             progress();
             stage_ = Stage::between;
         }
     });
+}
+
+std::vector<TraceEntry> EngineManager::trace() {
+    Guard guard(*this, "trace", false);
+    return trace_;
 }
 
 void EngineManager::clear_step() {
@@ -303,11 +322,18 @@ void EngineManager::zero_grad() {
 
 void EngineManager::reset() {
     Guard guard(*this, "reset", false);
+    if (failure_.empty()) failure_ = "reset() did not complete on every rank";  // until it has
     flights_.clear();
     for (Slot& slot : slots_) slot.draining = false, slot.owner = -1;
+    full_exchange_.draining = false;
     for (Unit& unit : units_)
         if (unit.block >= 0) unit.slot = -1;
     comm_->reset();
+    comm_->count_reset();
+    resets_ = comm_->resets();
+    if (comm_->world_size() > 1)  // one rank may have finished the step that another has not
+        for (const std::string& step : comm_->gather_objects(std::to_string(step_)))
+            step_ = std::max<std::int64_t>(step_, std::stoll(step));
     failure_.clear();
     clear_step();
     cleared_ = true;
@@ -329,8 +355,9 @@ void EngineManager::close() {
 
 void EngineManager::set_step(std::int64_t step) {
     Guard guard(*this, "set_step");
-    if (step < 0)
-        throw std::invalid_argument(model_.name + ": a step number is not negative, got " + std::to_string(step));
+    if (step < 0 || step > kLastStep)
+        throw std::invalid_argument(model_.name + ": a step number lies between 0 and 2^62, got " +
+                                    std::to_string(step));
     if (accumulating()) throw StateError(model_.name + ": the step number cannot change inside a step");
     step_ = step;
 }

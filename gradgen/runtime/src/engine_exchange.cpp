@@ -8,6 +8,10 @@
 
 namespace gradgen {
 
+namespace {
+constexpr std::size_t kMaxFlights = 32;
+}  // namespace
+
 bool EngineManager::staged(const Unit& unit) const { return unit.placement == Placement::sharded || !direct_; }
 
 bool EngineManager::exchanged(const Unit& unit) const {
@@ -125,7 +129,9 @@ void EngineManager::accumulate_local(Unit& unit) {
     args.source_type = args.wire_type = options_.dtype;
     args.overwrite = !unit.touched;
     args.scale = last ? factor() : 1.0;
-    args.rounding = rounding_key(RoundingSite::reduce, micro_step_);
+    // With more ranks the sum over them is rounded again, and each rank rounds its own numbers: other bits each time.
+    args.rounding = comm_->world_size() == 1 ? rounding_key(RoundingSite::reduce, micro_step_)
+                                             : rounding_key(RoundingSite::local, micro_step_).for_rank(comm_->rank());
     unit.stats = {};
     accumulate_layer(unit, args, {&source, 1}, unit.all, last ? &unit.stats : nullptr);
     unit.touched = true;
@@ -148,6 +154,8 @@ void EngineManager::post(int index) {
     const bool sharded = unit.placement == Placement::sharded;
     const int world = comm_->world_size();
     const bool contributes = sharded ? unit.status == Status::sent : unit.touched;
+    // A communicator holds 64 exchanges; half of them leave room for another manager.
+    while (flights_.size() >= kMaxFlights) complete_front();
     const DType source = sharded ? options_.dtype : accumulator_, wired = wire(sharded);
     Offer offer;
     offer.slice_bytes = static_cast<std::size_t>(layout.shard_numel) * size_of(wired);
@@ -161,12 +169,9 @@ void EngineManager::post(int index) {
         offer.receive = staging.receive->data;
         if (contributes && (layout.packed || wired != source)) {
             offer.send = staging.send->data;
-            const std::uint32_t base =
-                unit.all.empty() ? 0
-                                 : unit.all.front().weight - static_cast<std::uint32_t>(layout.slots.front().weight);
             for (int rank = 0; rank < world; ++rank)
                 pack(wired, static_cast<char*>(offer.send) + static_cast<std::size_t>(rank) * offer.slice_bytes, source,
-                     offer.data, layout.segments(rank, base),
+                     offer.data, layout.segments(rank, unit.uid_base),
                      rounding_key(RoundingSite::wire, micro_step_).for_rank(comm_->rank()));
             offer.data = offer.send;
         }

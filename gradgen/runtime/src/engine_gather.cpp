@@ -49,19 +49,7 @@ void EngineManager::gather_unit(std::size_t u, bool everything) {
     const std::size_t size = size_of(accumulator_), slice = static_cast<std::size_t>(layout.shard_numel) * size;
     auto* arena = static_cast<char*>(unit.buffer->data);
     const auto bytes = [size](std::int64_t elements) { return static_cast<std::size_t>(elements) * size; };
-    if (comm_->needs_staging()) {  // whole weights are complete on every rank: each summed what it received
-        std::vector<char> mine(slice), every(slice * static_cast<std::size_t>(world));
-        for (const Segment& s : unit.mine)
-            std::memcpy(mine.data() + bytes(s.shard), arena + bytes(s.source), bytes(s.numel));
-        comm_->all_gather(every.data(), mine.data(), slice);
-        for (int rank = 0; rank < world; ++rank)
-            for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)])
-                if (rank != self && slot.shard_numel > 0 && weight_desc(unit, slot).shard != ShardKind::whole)
-                    std::memcpy(arena + bytes(slot.offset + slot.shard_begin),
-                                every.data() + static_cast<std::size_t>(rank) * slice + bytes(slot.shard_offset),
-                                bytes(slot.shard_numel));
-        return;
-    }
+    if (comm_->needs_staging()) return gather_staged(unit);
     Offer offer;
     offer.data = arena;
     offer.slice_bytes = slice;
@@ -84,6 +72,41 @@ void EngineManager::gather_unit(std::size_t u, bool everything) {
     comm_->release(ticket);
     full_exchange_.ticket = ticket;
     full_exchange_.draining = true;
+}
+
+// Over a process group: slices of every rank through the receive staging, as much at a time as it holds. Whole weights
+// are complete on every rank, since each summed what it received.
+void EngineManager::gather_staged(const Unit& unit) {
+    const int world = comm_->world_size(), self = comm_->rank();
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    const std::size_t size = size_of(accumulator_), slice = static_cast<std::size_t>(layout.shard_numel) * size;
+    const std::size_t room = full_exchange_.receive->bytes / static_cast<std::size_t>(world) / size * size;
+    auto* arena = static_cast<char*>(unit.buffer->data);
+    auto* every = static_cast<char*>(full_exchange_.receive->data);
+    const char* mine = arena + static_cast<std::size_t>(layout.flat_begin + self * layout.flat_shard) * size;
+    if (layout.packed) {
+        auto* send = static_cast<char*>(full_exchange_.send->data);
+        for (const Segment& s : unit.mine)
+            std::memcpy(send + static_cast<std::size_t>(s.shard) * size,
+                        arena + static_cast<std::size_t>(s.source) * size, static_cast<std::size_t>(s.numel) * size);
+        mine = send;
+    }
+    for (std::size_t done = 0; done < slice; done += room) {
+        const std::size_t now = std::min(room, slice - done);
+        comm_->all_gather(every, mine + done, now);
+        const auto from = static_cast<std::int64_t>(done / size), to = static_cast<std::int64_t>((done + now) / size);
+        for (int rank = 0; rank < world; ++rank)
+            for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)]) {
+                if (rank == self || weight_desc(unit, slot).shard == ShardKind::whole) continue;
+                const std::int64_t begin = std::max(slot.shard_offset, from),
+                                   end = std::min(slot.shard_offset + slot.shard_numel, to);
+                if (begin >= end) continue;
+                std::memcpy(
+                    arena + static_cast<std::size_t>(slot.offset + slot.shard_begin + begin - slot.shard_offset) * size,
+                    every + static_cast<std::size_t>(rank) * now + static_cast<std::size_t>(begin - from) * size,
+                    static_cast<std::size_t>(end - begin) * size);
+            }
+    }
 }
 
 }  // namespace gradgen

@@ -17,37 +17,46 @@ namespace {
 struct StepReport {
     double sum_squares = 0;
     std::int64_t nonfinite = 0;
+    double divide = 0;
     std::vector<std::string> missing;
 
     std::string encode() const {
-        std::string out(sizeof sum_squares + sizeof nonfinite, '\0');
-        std::memcpy(out.data(), &sum_squares, sizeof sum_squares);
-        std::memcpy(out.data() + sizeof sum_squares, &nonfinite, sizeof nonfinite);
+        std::string out(kNumbers, '\0');
+        std::memcpy(out.data(), &sum_squares, 8);
+        std::memcpy(out.data() + 8, &nonfinite, 8);
+        std::memcpy(out.data() + 16, &divide, 8);
         for (const std::string& name : missing) out += name + "\n";
         return out;
     }
     static StepReport decode(const std::string& bytes) {
         StepReport out;
-        if (bytes.size() < sizeof out.sum_squares + sizeof out.nonfinite)
-            throw CommError("a rank's report of the step is too short");
-        std::memcpy(&out.sum_squares, bytes.data(), sizeof out.sum_squares);
-        std::memcpy(&out.nonfinite, bytes.data() + sizeof out.sum_squares, sizeof out.nonfinite);
-        std::istringstream lines(bytes.substr(sizeof out.sum_squares + sizeof out.nonfinite));
+        if (bytes.size() < kNumbers) throw CommError("a rank's report of the step is too short");
+        std::memcpy(&out.sum_squares, bytes.data(), 8);
+        std::memcpy(&out.nonfinite, bytes.data() + 8, 8);
+        std::memcpy(&out.divide, bytes.data() + 16, 8);
+        std::istringstream lines(bytes.substr(kNumbers));
         for (std::string line; std::getline(lines, line);) out.missing.push_back(line);
         return out;
     }
+    static constexpr std::size_t kNumbers = 24;
 };
 
 }  // namespace
 
 void EngineManager::finish_unit(Unit& unit) {
     if (comm_->world_size() > 1 || unit.scaled) return;
-    const DType type = accumulator_;
     if (!unit.touched) {
         std::memset(unit.buffer->data, 0, unit.buffer->bytes);
         unit.touched = true;
     } else if (factor() != 1.0) {
-        scale(type, unit.buffer->data, true, unit.mine, factor());
+        ReduceArgs args;  // no source: the target itself, scaled and rounded as it was summed
+        args.target_type = args.source_type = args.wire_type = accumulator_;
+        args.target = unit.buffer->data;
+        args.target_in_arena = true;
+        args.overwrite = false;
+        args.scale = factor();
+        args.rounding = rounding_key(RoundingSite::reduce, micro_step_);
+        reduce(args, {}, unit.mine, nullptr);
     }
     unit.scaled = true;
 }
@@ -67,6 +76,7 @@ void EngineManager::finish_step() {
     while (!flights_.empty()) complete_front();
     gather_full();
     StepReport mine;
+    mine.divide = divide_;
     for (Unit& unit : units_) {
         finish_unit(unit);
         const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
@@ -96,6 +106,12 @@ void EngineManager::finish_step() {
     if (nonfinite_ > 0 && norm_squared_ && std::isfinite(*norm_squared_))
         norm_squared_ = std::numeric_limits<double>::quiet_NaN();
     drain();
+    for (std::size_t rank = 0; rank < reports.size(); ++rank)
+        if (reports[rank].divide != reports[0].divide)
+            throw MismatchError(model_.name + ": rank 0 divides the gradients of this step by " +
+                                std::to_string(reports[0].divide) + ", rank " + std::to_string(rank) + " by " +
+                                std::to_string(reports[rank].divide) + "; pass one divide on every rank");
+    stage_ = Stage::complete;
     ++step_;
 
     std::string missing;
@@ -145,9 +161,10 @@ std::string EngineManager::nonfinite_names() const {
     return out;
 }
 
-double EngineManager::grad_norm() {
+double EngineManager::norm() {
     require_readable("the gradient norm");
-    if (!norm_squared_) {  // one rank and no check asked for: read now what nobody has measured
+    if (cleared_) fill_cleared();
+    if (!norm_squared_) {  // one rank and no check asked for, or no step yet: read now what nobody has measured
         double sum = 0;
         std::int64_t nonfinite = 0;
         for (const Unit& unit : units_) {
@@ -160,28 +177,39 @@ double EngineManager::grad_norm() {
     return std::sqrt(*norm_squared_);
 }
 
-double EngineManager::clip_grad_norm(double max_norm) {
-    if (!(max_norm > 0))
-        throw std::invalid_argument(model_.name + ": max_norm must be positive, got " + std::to_string(max_norm));
-    const double norm = grad_norm();
-    const double coefficient = max_norm / (norm + 1e-6);
-    if (coefficient < 1.0) scale_gradients(coefficient);
-    return norm;
-}
-
-void EngineManager::scale_gradients(double by) {
+void EngineManager::multiply(double by) {
     require_readable("scaling");
+    if (cleared_) fill_cleared();
     const bool everything = strategy_.collective == Collective::all_reduce;
     for (Unit& unit : units_) {
         const bool in_arena = unit.placement == Placement::full;
-        if (everything) {
-            scale(accumulator_, unit.buffer->data, true, unit.all, by);
-            continue;
-        }
-        scale(accumulator_, unit.buffer->data, in_arena, unit.mine, by);
-        scale(accumulator_, unit.buffer->data, in_arena, unit.mine_whole, by);
+        scale(accumulator_, unit.buffer->data, in_arena, everything ? unit.all : unit.mine, by);
+        if (!everything) scale(accumulator_, unit.buffer->data, in_arena, unit.mine_whole, by);
     }
     if (norm_squared_) *norm_squared_ *= by * by;
+}
+
+double EngineManager::grad_norm() {
+    Guard guard(*this, "grad_norm");
+    return norm();
+}
+
+double EngineManager::clip_grad_norm(double max_norm) {
+    Guard guard(*this, "clip_grad_norm");
+    if (!(max_norm > 0))
+        throw std::invalid_argument(model_.name + ": max_norm must be positive, got " + std::to_string(max_norm));
+    const double before = norm();
+    const double coefficient = max_norm / (before + 1e-6);
+    // inf and nan are left for the caller to see: scaling would turn them into zeros or spread them.
+    if (coefficient < 1.0 && std::isfinite(before)) multiply(coefficient);
+    return before;
+}
+
+void EngineManager::scale_gradients(double by) {
+    Guard guard(*this, "scale_gradients");
+    if (!(by > 0 && std::isfinite(by)))
+        throw std::invalid_argument(model_.name + ": a scale must be positive and finite, got " + std::to_string(by));
+    multiply(by);
 }
 
 void EngineManager::require_readable(const std::string& what) const {
@@ -211,16 +239,26 @@ TensorShard EngineManager::shard_of(const Unit& unit, const WeightDesc& weight, 
 }
 
 TensorShard EngineManager::get_non_block_shard(int weight) {
+    Guard guard(*this, "get_non_block_shard");
+    return weight_shard(weight);
+}
+
+TensorShard EngineManager::weight_shard(int weight) {
     const Unit& unit = units_[static_cast<std::size_t>(unit_of_weight(weight))];
     require_readable("the shard of " + unit.name);
     const WeightDesc& desc = model_.weights[static_cast<std::size_t>(unit.index)];
     const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
-    if (cleared_) return fill_cleared(), get_non_block_shard(weight);
+    if (cleared_) fill_cleared();
     return layout.slots.empty() ? TensorShard{Tensor(unit.buffer, 0, desc.shape, accumulator_), 0, desc.shape}
                                 : shard_of(unit, desc, layout.slots.front());
 }
 
 TensorContainer EngineManager::get_block_shard(int block, std::int64_t layer) {
+    Guard guard(*this, "get_block_shard");
+    return block_shard(block, layer);
+}
+
+TensorContainer EngineManager::block_shard(int block, std::int64_t layer) {
     const Unit& unit = units_[static_cast<std::size_t>(unit_of_block(block, layer))];
     require_readable("the shard of " + unit.name);
     if (cleared_) fill_cleared();
@@ -239,15 +277,16 @@ void EngineManager::fill_cleared() {
 }
 
 std::vector<std::pair<std::string, TensorShard>> EngineManager::named_gradients() {
+    Guard guard(*this, "named_gradients");
     require_readable("named_gradients");
     std::vector<std::pair<std::string, TensorShard>> out;
     for (std::size_t w = 0; w < model_.weights.size(); ++w)
         if (model_.weights[w].owns_buffer())
-            out.emplace_back(model_.weights[w].name, get_non_block_shard(static_cast<int>(w)));
+            out.emplace_back(model_.weights[w].name, weight_shard(static_cast<int>(w)));
     for (std::size_t b = 0; b < model_.blocks.size(); ++b)
         for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer) {
             if (block_unit_[b][static_cast<std::size_t>(layer)] < 0) continue;
-            const TensorContainer shards = get_block_shard(static_cast<int>(b), layer);
+            const TensorContainer shards = block_shard(static_cast<int>(b), layer);
             for (const WeightDesc& desc : model_.blocks[b].weights)
                 if (const TensorShard* shard = shards.find(desc.id))
                     out.emplace_back(full_name(static_cast<int>(b), layer, desc), *shard);

@@ -1,6 +1,9 @@
 // Construction: units in plan order, memory, and the agreement between ranks before the first collective.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <iomanip>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -40,41 +43,64 @@ EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared
     if (!comm_) throw std::invalid_argument("gradgen: " + model_.name + ": a manager needs a communicator, got none");
     accumulator_ = options_.accumulator.value_or(options_.dtype);
     direct_ = accumulator_ == options_.dtype && options_.rounding == Rounding::nearest;
+    process_ = getpid();
+    resets_ = comm_->resets();
+    divide_ = options_.divide.value_or(comm_->world_size());
+    // What this rank refuses, the others must hear of: they wait for it in agree().
+    std::string refusal;
+    try {
+        refuse_impossible();
+        make_units();
+        allocate();
+        model_key_ = fnv1a(model_.key + layout_text()) ^ comm_->next_manager() * 0x9E3779B97F4A7C15ull;
+    } catch (const std::exception& error) {
+        if (comm_->world_size() == 1) throw;
+        refusal = error.what();
+        if (refusal.empty()) refusal = "unknown error";
+        agree(refusal);
+        throw;
+    }
+    agree(refusal);
+}
+
+void EngineManager::refuse_impossible() const {
     const auto refuse = [&](const std::string& why) {
         throw ConfigError(model_.name + ", strategy '" + strategy_.id + "': " + why);
     };
     if (options_.block_buffers < 1)
         refuse("block_buffers must be at least 1, got " + std::to_string(options_.block_buffers));
-    if (options_.divide && !(*options_.divide > 0 && *options_.divide <= 1e300))
-        refuse("divide must be positive and finite");
+    if (options_.divide && !(*options_.divide >= 1e-30 && *options_.divide <= 1e30))
+        refuse("divide must lie between 1e-30 and 1e30");
+    if (comm_->world_size() > 64) refuse("at most 64 ranks, got " + std::to_string(comm_->world_size()));
     if (options_.rounding == Rounding::stochastic && size_of(accumulator_) != 2)
         refuse("stochastic rounding needs a bfloat16 or float16 accumulator, not " +
                std::string(to_string(accumulator_)));
-    const int world = comm_->world_size();
     if (strategy_.collective == Collective::all_reduce &&
         (strategy_.blocks != Placement::full || strategy_.non_blocks != Placement::full))
         refuse("all_reduce needs full placement of every gradient");
     for (const bool sharded : {false, true}) {
-        const DType source = sharded ? options_.dtype : accumulator_;
-        if (size_of(wire(sharded)) > size_of(source) ||
-            (size_of(wire(sharded)) == size_of(source) && wire(sharded) != source))
-            refuse("the wire dtype " + std::string(to_string(wire(sharded))) + " is not narrower than what is sent, " +
+        const DType source = sharded ? options_.dtype : accumulator_, travels = wire(sharded);
+        if (size_of(travels) > size_of(source) || (size_of(travels) == size_of(source) && travels != source))
+            refuse("the wire dtype " + std::string(to_string(travels)) + " is not narrower than what is sent, " +
                    std::string(to_string(source)));
-        if (options_.wire_rounding == Rounding::stochastic &&
-            (wire(sharded) == source || size_of(wire(sharded)) != 2) && options_.wire)
+        if (options_.wire_rounding == Rounding::stochastic && options_.wire &&
+            (travels == source || size_of(travels) != 2))
             refuse("stochastic wire rounding needs a wire dtype narrower than " + std::string(to_string(source)));
-        if (!can_reduce(accumulator_, source, wire(sharded)))
-            refuse("no kernel sums " + std::string(to_string(source)) + " sent as " +
-                   std::string(to_string(wire(sharded))) + " into " + std::string(to_string(accumulator_)));
+        if (!can_reduce(accumulator_, source, travels))
+            refuse("no kernel sums " + std::string(to_string(source)) + " sent as " + std::string(to_string(travels)) +
+                   " into " + std::string(to_string(accumulator_)));
     }
-    divide_ = options_.divide.value_or(world);
-    model_key_ = fnv1a(model_.key + layout_text());
-    make_units();
-    allocate();
-    agree();
 }
 
-EngineManager::~EngineManager() = default;
+// Work in flight may still read or write this memory: the communicator keeps it until that is over.
+EngineManager::~EngineManager() {
+    if (flights_.empty()) return;
+    std::vector<std::shared_ptr<Storage>> memory;
+    for (const Unit& unit : units_) memory.push_back(unit.buffer);
+    for (const Slot& slot : slots_) memory.insert(memory.end(), {slot.arena, slot.receive, slot.send});
+    memory.insert(memory.end(), {full_exchange_.receive, full_exchange_.send});
+    comm_->adopt(std::move(memory));
+}
 
 DType EngineManager::wire(bool sharded) const {
     return options_.wire.value_or(sharded ? options_.dtype : accumulator_);
@@ -97,7 +123,7 @@ void EngineManager::make_units() {
     const auto add = [&](int block, std::int64_t index, int kind, Placement placement, std::uint32_t uid_base,
                          const std::string& name) {
         Unit unit;
-        unit.block = block, unit.index = index, unit.kind = kind, unit.name = name;
+        unit.block = block, unit.index = index, unit.kind = kind, unit.name = name, unit.uid_base = uid_base;
         unit.placement = world == 1 ? Placement::full : placement;
         const auto whole = [&](const WeightSlot& s) {
             return world > 1 && weight_desc(unit, s).shard == ShardKind::whole;
@@ -233,17 +259,19 @@ void EngineManager::allocate() {
 }
 
 // What every rank must have in common, a line each, so that a difference can be named.
-void EngineManager::agree() {
+void EngineManager::agree(const std::string& refusal) {
     if (comm_->world_size() == 1) return;
     std::ostringstream mine;
+    mine << std::setprecision(17);
+    if (!refusal.empty()) mine << "error: " << refusal << '\n';
     mine << "model: " << model_.name << "\nspec: " << model_.key << "\nstrategy: " << strategy_.id
          << "\ndtype: " << to_string(options_.dtype) << "\naccumulator: " << to_string(accumulator_)
          << "\nwire: " << to_string(wire(false)) << '/' << to_string(wire(true))
          << "\nrounding: " << (options_.rounding == Rounding::stochastic ? "stochastic" : "nearest")
          << "\nwire rounding: " << (options_.wire_rounding == Rounding::stochastic ? "stochastic" : "nearest")
          << "\nseed: " << options_.seed << "\ndivide: " << divide_ << "\nblock_buffers: " << options_.block_buffers
-         << "\nnonfinite: " << static_cast<int>(options_.nonfinite) << "\n"
-         << layout_text();
+         << "\nnonfinite: " << static_cast<int>(options_.nonfinite) << "\n";
+    if (refusal.empty()) mine << layout_text();
     const auto lines = [](const std::string& text) {
         std::vector<std::string> out;
         std::istringstream in(text);
@@ -251,6 +279,11 @@ void EngineManager::agree() {
         return out;
     };
     const std::vector<std::string> all = comm_->gather_objects(mine.str());
+    if (!refusal.empty()) return;  // this rank throws what it found
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+        if (all[rank].starts_with("error: "))
+            throw MismatchError(model_.name + ": rank " + std::to_string(rank) +
+                                " could not build its manager: " + lines(all[rank])[0].substr(7));
     const std::vector<std::string> first = lines(all[0]);
     std::string differences;
     for (std::size_t rank = 1; rank < all.size(); ++rank) {

@@ -183,15 +183,25 @@ bool HostWorld::drained(Ticket ticket) {
     const std::uint64_t sequence = sequence_of(ticket, "drained");
     const auto end = [&] { return "the end of " + describe(rank_, sequence); };
     if (!poll([&](int r) { return is_drained(sequence, r); }, end)) return false;
-    if (sequence + kRing >= next_) local_[slot_of(sequence)].keep.reset();
+    drop_drained(sequence);
     return true;
+}
+
+// Whoever waits for the last of several exchanges lets go of the memory of those before it, too.
+void HostWorld::drop_drained(std::uint64_t sequence) {
+    for (std::uint64_t s = next_ > kRing ? next_ - kRing : 0; s <= sequence; ++s) {
+        if (!local_[slot_of(s)].keep) continue;
+        bool over = true;
+        for (int r = 0; r < world_; ++r) over = over && is_drained(s, r);
+        if (over) local_[slot_of(s)].keep.reset();
+    }
 }
 
 void HostWorld::wait_drained(Ticket ticket) {
     if (drained(ticket)) return;
     const std::uint64_t sequence = sequence_of(ticket, "wait_drained");
     wait([&](int r) { return is_drained(sequence, r); }, [&] { return "the end of " + describe(rank_, sequence); });
-    local_[slot_of(sequence)].keep.reset();
+    drop_drained(sequence);
 }
 
 // "exchange 13 (block 'decoder' layer 3, micro-step 1)"

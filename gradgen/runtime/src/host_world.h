@@ -92,6 +92,7 @@ class HostWorld : public Communicator {
 
     // host_exchange.cpp
     /// Publishes the next item of this rank's sequence. Waits only when the ring is full.
+    void drop_drained(std::uint64_t sequence);
     std::uint64_t publish(Published item, const std::string& what, std::shared_ptr<void> keep);
     /// Waits for everybody's item `sequence` and compares the tags.
     void gather_offers(std::uint64_t sequence);

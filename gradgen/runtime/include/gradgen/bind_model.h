@@ -11,6 +11,7 @@
 
 #include "gradgen/config.h"
 #include "gradgen/engine.h"
+#include "gradgen/error.h"
 
 namespace gradgen::bind {
 
@@ -29,6 +30,12 @@ inline ConfigValues values_from(const py::kwargs& keywords) {
             throw py::type_error("'" + name + "' must be an integer or a bool, got " +
                                  py::cast<std::string>(py::str(item.second)));
         const py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(item.second.ptr()));
+        if (!number) throw py::error_already_set();
+        int overflow = 0;
+        PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+        if (overflow != 0)
+            throw ConfigError("'" + name + "' must lie between 1 and 2147483648, got " +
+                              py::cast<std::string>(py::str(number)).substr(0, 40));
         values.emplace_back(name, py::cast<std::int64_t>(number));
     }
     return values;

@@ -102,6 +102,15 @@ class Communicator {
     /// were read. Costs one page fault a page at the next read; nothing else changes.
     virtual void trim() {}
 
+    /// Takes over memory that an exchange may still read or write when its owner is gone.
+    virtual void adopt(std::vector<std::shared_ptr<Storage>> /*memory*/) {}
+
+    /// Numbers the managers of a communicator in the order of their construction, the same on every rank.
+    std::uint64_t next_manager() { return ++managers_; }
+    /// Resets so far: what was in flight before the last one is gone, for every manager on this communicator.
+    std::uint64_t resets() const { return resets_; }
+    void count_reset() { ++resets_; }
+
     /// Called between waits of at most 50 ms, for Python's signal handling. May throw.
     static void set_interrupt_check(std::function<void()> check);
     static void check_interrupt();
@@ -109,6 +118,9 @@ class Communicator {
   protected:
     Communicator(int rank, int world) : rank_(rank), world_(world) {}
     int rank_, world_;
+
+  private:
+    std::uint64_t managers_ = 0, resets_ = 0;
 };
 
 /// One rank, no other: nothing is ever sent.

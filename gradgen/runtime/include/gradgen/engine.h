@@ -101,7 +101,7 @@ class EngineManager : public GradientManager {
     bool accumulating() const { return stage_ == Stage::inside || stage_ == Stage::between; }
     std::int64_t step() const { return step_; }
     void set_step(std::int64_t step);
-    const std::vector<TraceEntry>& trace() const { return trace_; }
+    std::vector<TraceEntry> trace();
     const MemoryUse& memory() const { return memory_; }
     std::string layout_text() const { return describe_layout(model_, comm_->world_size()); }
     std::vector<NamedBuffer> buffers() const;
@@ -115,7 +115,8 @@ class EngineManager : public GradientManager {
         int block = -1;
         std::int64_t index = 0;  // layer, or weight
         std::string name;
-        int kind = 0;  // index into layouts_
+        int kind = 0;                // index into layouts_
+        std::uint32_t uid_base = 0;  // of its weights, in the random counter
         Placement placement = Placement::full;
         std::vector<Segment> mine, mine_whole;  // what this rank owns; whole weights apart (counted on rank 0 only)
         std::vector<Segment>
@@ -170,7 +171,8 @@ class EngineManager : public GradientManager {
     // engine_setup.cpp: units, memory and agreement between ranks
     void make_units();
     void allocate();
-    void agree();
+    void refuse_impossible() const;
+    void agree(const std::string& refusal);
     std::shared_ptr<Storage> allocate(std::int64_t bytes, std::int64_t& account, bool shareable);
     // engine_exchange.cpp: collectives in plan order
     bool staged(const Unit& unit) const;
@@ -188,6 +190,7 @@ class EngineManager : public GradientManager {
     void drain();
     void gather_full();
     void gather_unit(std::size_t unit, bool everything);
+    void gather_staged(const Unit& unit);
     std::vector<Segment> whole_pieces(const Unit& unit, int rank) const;
     void finish_unit(Unit& unit);
     RoundingKey rounding_key(RoundingSite site, int micro_step) const;
@@ -203,10 +206,17 @@ class EngineManager : public GradientManager {
     std::string nonfinite_names() const;
     void fill_cleared();
 
+    TensorShard weight_shard(int weight);
+    TensorContainer block_shard(int block, std::int64_t layer);
+    double norm();
+    void multiply(double factor);
+
     ModelDesc model_;
     StrategyDesc strategy_;
     std::shared_ptr<Communicator> comm_;
     Options options_;
+    std::uint64_t resets_ = 0;  // of the communicator, as this manager knows it
+    int process_ = 0;           // that built it: a forked child shares memory with its parent
     DType accumulator_;
     bool direct_ = true;
     std::uint64_t model_key_ = 0;

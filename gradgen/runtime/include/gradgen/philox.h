@@ -24,7 +24,7 @@ constexpr std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4
 }
 
 /// Where random bits are used. Two sites never share bits.
-enum class RoundingSite : std::uint32_t { reduce = 1, wire = 2, optimizer = 3 };
+enum class RoundingSite : std::uint32_t { reduce = 1, wire = 2, optimizer = 3, local = 4 };
 
 /// What a stochastic rounding depends on besides weight and element.
 struct RoundingKey {
