@@ -267,7 +267,10 @@ class BaseGradientManager:
         return str(self._native.transport)
 
     def __repr__(self) -> str:
-        name, held = self._package.native.model_name, self.memory()["total"]
+        name = self._package.native.model_name
+        if not hasattr(self, "_native"):
+            return f"<{name}.GradientManager that could not be built>"
+        held = self.memory()["total"]
         ranks = f"rank {self.rank} of {self.world_size}"
         return f"<{name}.GradientManager {self.strategy} {self.dtype}, {ranks}, {held:,} bytes>"
 

@@ -114,6 +114,8 @@ def _ours(path: Path, model: str, files: Mapping[str, str]) -> bool:
     if path.name not in files:
         return path.name in (manifest.NAME, "__pycache__") or ASIDE.fullmatch(path.name) is not None
     if path.suffix in (".py", ".h", ".cpp"):  # the user's own file may have the name of one of ours
+        if not path.is_file():  # a FIFO of that name would keep the read waiting
+            return False
         with contextlib.suppress(OSError):
             return "gradgen" in path.read_text(encoding="utf-8", errors="replace")
     return True

@@ -61,8 +61,9 @@ void HostWorld::wait(const Arrived& arrived, const Describe& describe, bool rese
         return true;
     };
     for (int spin = 0;; ++spin) {  // most waits are short; a sleep costs two switches of context
-        if (!resetting) raise_if_failed();
+        // Arrived is arrived: a rank that failed afterwards must not spoil what all ranks have completed.
         if (all_arrived()) return;
+        if (!resetting) raise_if_failed();
         if (spin >= spins_) break;
         cpu_pause();
     }
@@ -72,8 +73,8 @@ void HostWorld::wait(const Arrived& arrived, const Describe& describe, bool rese
     bool signalled = false;
     for (;;) {
         const std::uint32_t seen = control_->events.load();
-        if (!resetting) raise_if_failed();
         if (all_arrived()) return;
+        if (!resetting) raise_if_failed();
         const auto now = Clock::now();
         const bool look = now >= next_look;
         look_at_missing(arrived, describe, resetting, look);
