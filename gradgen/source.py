@@ -10,7 +10,6 @@ import errno
 import os
 import re
 import stat
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 
 from gradgen.diagnostics import Diagnostic, SpecError, UsageError, quote
 from gradgen.model import Place
+from gradgen.yaml_reader import PathKey as PathKey
+from gradgen.yaml_reader import is_invisible, read
 
 MAX_BYTES = 1 << 20
-
-PathKey = tuple["str | int", ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ def load_text(text: str, file: str) -> Source:
     found = [_invisible(text, offset, file) for offset in _invisible_characters(text)]
     if found:
         raise SpecError(found[:20], text)
-    from gradgen.yaml_reader import read
 
     reading = read(text, file)
     if reading.found:
@@ -109,11 +107,6 @@ def load_text(text: str, file: str) -> Source:
 
 
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
-
-
-def is_invisible(char: str) -> bool:
-    """Control, bidirectional and other format characters, lone surrogates, and what Unicode never assigns."""
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") or (ord(char) & 0xFFFE) == 0xFFFE
 
 
 def _invisible_characters(text: str) -> Iterator[int]:

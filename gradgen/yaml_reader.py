@@ -8,6 +8,7 @@ keys), is refused with its place.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ import yaml
 
 from gradgen.diagnostics import Diagnostic, quote
 from gradgen.model import Place
-from gradgen.source import PathKey, is_invisible
 
 MAX_DEPTH = 32
 
@@ -36,6 +36,8 @@ _CURES = {
     "date": "quote it to mean text",
     "null": "give a value, leave the key out, or quote it to mean text",
 }
+
+PathKey = tuple["str | int", ...]  # keys and indices from the top of a spec to a value
 
 
 @dataclass
@@ -259,3 +261,8 @@ def _syntax(error: yaml.MarkedYAMLError, file: str) -> Diagnostic:
         if part in said:
             return Diagnostic(place, message, code, hint)
     return Diagnostic(place, "not valid YAML here", "yaml-syntax", "check indentation, quotes and brackets")
+
+
+def is_invisible(char: str) -> bool:
+    """Control, bidirectional and other format characters, lone surrogates, and what Unicode never assigns."""
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") or (ord(char) & 0xFFFE) == 0xFFFE
