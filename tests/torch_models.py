@@ -81,7 +81,7 @@ def tokens(step: int, micro_steps: int, world: int) -> torch.Tensor:
 
 
 def loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+    return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
 
 
 def reference(model: torch.nn.Module, data: torch.Tensor) -> dict[str, torch.Tensor]:
