@@ -46,7 +46,6 @@ __all__ = [
     "check",
     "comm",
     "generate",
-    "infer",
     "load",
     "plan",
 ]
@@ -55,7 +54,6 @@ _FUNCTIONS = {
     "build": "gradgen.package",
     "check": "gradgen.resolve",
     "generate": "gradgen.generate",
-    "infer": "gradgen.infer",
     "load": "gradgen.load",
     "plan": "gradgen.plan",
 }

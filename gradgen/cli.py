@@ -188,7 +188,11 @@ def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, fo
 @click.option("--wire", metavar="D", help="Dtype of what is sent.")
 @click.option("--rounding", default="nearest", show_default=True, metavar="R", help="nearest or stochastic.")
 @click.option(
-    "--transport", default="group", show_default=True, metavar="T", help="single, threads, group or nccl."
+    "--transport",
+    default="group",
+    show_default=True,
+    metavar="T",
+    help="single, threads, shared (ranks of one host), or group (any hosts).",
 )
 @click.option("--block", metavar="NAME", help="Show the layout of one block or weight.")
 @as_json

@@ -214,8 +214,12 @@ def _not_a_member(dist: Any) -> str:
 
 
 def _distributed() -> Any:
-    import torch.distributed as dist
-
+    try:
+        import torch.distributed as dist
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}; install it with: pip install 'gradgen[torch]'", name=error.name
+        ) from None
     return dist
 
 

@@ -5,7 +5,10 @@ A built package imports this. Nothing here imports yaml, jinja2, jsonschema or t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import os
 import sys
 import threading
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, SourceFileLoader
@@ -34,7 +37,9 @@ def native(package_file: str, model: str, text_hash: str) -> ModuleType:
     another gradgen, or for another Python; it says how to build it again.
     """
     folder = Path(package_file).resolve().parent
-    again = f"; build it again: gradgen build specs/{model}.yaml -o {folder.parent.name}"
+    out = os.path.relpath(folder.parent)
+    out = str(folder.parent) if out.startswith("..") else out
+    again = f"; build it again: gradgen build {_spec_of(folder, model)} -o {out}"
     build = _chosen(folder, model, text_hash, again)
     with _lock:
         reason = None if folder in _verified else manifest.problem(folder, build)
@@ -42,6 +47,17 @@ def native(package_file: str, model: str, text_hash: str) -> ModuleType:
             raise UnusableModule(f"{folder}: {reason}{again}")
         _load_runtime(folder, build, again)
         return _load(build.module, folder / f"{build.module}.so", again)
+
+
+def _spec_of(folder: Path, model: str) -> str:
+    """What to name on the command line: the spec's path where it can be seen from here, else the shipped spec."""
+    from gradgen.paths import specs_dir
+
+    file = f"{model}.yaml"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        file = str(json.loads((folder / "model.json").read_text(encoding="utf-8"))["file"])
+    shipped = specs_dir() / f"{model}.yaml"
+    return model if not os.path.exists(file) and shipped.is_file() else file
 
 
 def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Build:

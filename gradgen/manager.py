@@ -107,7 +107,7 @@ class BaseGradientManager:
         nonfinite: str = "ignore",
         poison: bool = False,
     ) -> None:
-        from gradgen.comm import single
+        from gradgen.comm import Communicator, single
 
         package = self._package
         if not isinstance(config, package.native.Config):
@@ -121,6 +121,11 @@ class BaseGradientManager:
                 f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available"
             )
         comm = single() if comm is None else comm
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                f"comm must be one rank's communicator, not {type(comm).__name__}; "
+                "gradgen.comm.threads(n) makes n of them: pass comms[rank]"
+            )
         strategy = self._strategies[0] if strategy is None else strategy
         try:
             if strategy not in self._strategies:

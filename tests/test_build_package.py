@@ -122,8 +122,8 @@ def test_links_and_files_are_refused(shop: Workshop, link: str) -> None:
 
 
 def test_binaries_that_do_not_fit(shop: Workshop) -> None:
-    again = "build it again: gradgen build specs/toy.yaml -o out"
     folder = pack(shop).dir
+    again = f"build it again: gradgen build toy.yaml -o {folder.parent}"
     for name, text in rendered(3).items():
         (folder / name).write_text(text)
     assert loaded(shop).endswith(f"is stale: its text has changed since it was built; {again}")

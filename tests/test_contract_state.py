@@ -106,6 +106,12 @@ def test_unknown_names() -> None:
     refused(gradgen.StateError, "weight 'positions' is frozen", frozen.non_block_full, "positions")
 
 
+def test_every_public_name_exists() -> None:
+    assert all(getattr(gradgen, name) is not None for name in gradgen.__all__)
+    with pytest.raises(TypeError, match=r"threads\(n\) makes n of them: pass comms\[rank\]"):
+        manager(gradgen.comm.threads(2), "unsharded")
+
+
 def test_use_after_close() -> None:
     grads = manager(None, "sharded")
     grads.close()

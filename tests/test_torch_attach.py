@@ -247,6 +247,47 @@ def test_optimizer_equals_torch_and_takes_schedulers() -> None:
         optimizer.add_param_group({"params": []})
 
 
+def test_a_step_needs_new_gradients() -> None:
+    model, module, config = make("llama")
+    grads = manager(module, config, "sharded")
+    attach(model, grads)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model, grads, lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    data = tokens(0, 2, 1)
+    for prepare in (lambda: None, optimizer.zero_grad):
+        prepare()
+        with pytest.raises(gradgen.StateError, match="no gradients for this step"):
+            optimizer.step()
+    run_step(model, grads, data)
+    optimizer.zero_grad()
+    with pytest.raises(gradgen.StateError, match="no gradients for this step"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    run_step(model, grads, data)
+    optimizer.step()
+    with pytest.raises(gradgen.StateError, match="no gradients for this step"):
+        optimizer.step()
+
+
+def test_a_model_converted_afterwards_is_noticed() -> None:
+    model, module, config = make("llama")
+    grads = manager(module, config, "sharded")
+    attach(model, grads)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, grads, lr=1.0)
+    data = tokens(0, 2, 1)
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+    run_step(model, grads, data)
+    with pytest.raises(gradgen.StateError, match="model.norm.weight: its memory was replaced"):
+        optimizer.step()
+    model.to(torch.bfloat16)
+    with pytest.raises(gradgen.StateError, match="torch.bfloat16 gradient for a torch.float32 buffer"):
+        run_step(model, grads, data)
+    with pytest.raises(gradgen.UsageError, match="pass the optimizer's class"):
+        ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, grads)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="first argument is the torch module"):
+        attach(grads, model)  # type: ignore[arg-type]
+
+
 def test_a_step_with_nan_is_skipped() -> None:
     model, module, config = make("llama")
     grads = manager(module, config, nonfinite="skip")

@@ -32,6 +32,10 @@ def attach(
     Raises AttachError, which lists every parameter and weight that do not match: missing, extra, shape,
     dtype, frozen, tied. A backward pass outside a micro-step raises StateError.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"attach(model, grads): the first argument is the torch module, not a {type(model).__name__}"
+        )
     return Attachment(match(model, grads, rename), grads, model if fuse_linear else None)
 
 
@@ -125,6 +129,11 @@ class Attachment:
                     f"{unit.names[index]}: a sparse gradient; make its embedding with sparse=False"
                 )
             buffer, accumulate = self._take(unit, index)
+            if gradient.dtype != buffer.dtype:
+                raise StateError(
+                    f"{unit.names[index]}: a {gradient.dtype} gradient for a {buffer.dtype} buffer; the model was "
+                    "converted after attach(): detach, make a manager with the new dtype, attach again"
+                )
             if accumulate:
                 buffer.add_(gradient.detach())
             else:

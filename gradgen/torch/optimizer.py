@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradgen.diagnostics import UsageError
+from gradgen.diagnostics import StateError, UsageError
 from gradgen.torch.gather import ParameterGather
 from gradgen.torch.names import Rename, match
 from gradgen.torch.shards import Shard, collect, exchange
@@ -68,6 +68,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gather_bytes: int = 2 << 20,
         **kw: Any,
     ) -> None:
+        if not isinstance(cls, type):
+            raise UsageError(
+                "pass the optimizer's class and its arguments, not an instance: "
+                f"ShardedOptimizer(torch.optim.{type(cls).__name__}, model, grads, ...)"
+            )
         self._grads = grads
         pairs = match(model, grads, rename)
         self._first = pairs[0].record if pairs else None
@@ -83,6 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = cls(_groups(self._own, self._local, no_decay), **kw)
         self._gather = ParameterGather(self._shards, ranks, grads.rank, grads.comm, gather_bytes)
         self.skipped = 0  # steps left out because of non-finite gradients
+        self._memory = [(p.name, p.parameter, p.parameter.data_ptr(), p.parameter.dtype) for p in pairs]
+        self._used = grads.step  # gradients of the steps before this one have been consumed or dropped
         self._built = False
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._built = True
@@ -101,6 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "closures are not supported: run the micro-steps first, then step() or step(max_norm=...)"
             )
         self._look()
+        self._check()
         if self._grads.step_skipped:
             self.skipped += 1
             return self._grads.grad_norm() if max_norm is not None else None
@@ -117,6 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         None.
         """
         self._grads.zero_grad()
+        self._used = self._grads.step
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state: tensors and plain values. `shards` says what each entry of the state
@@ -173,6 +182,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._grads.non_block_shard(self._first.id)
             else:
                 self._grads.block_shard(self._first.layer or 0, self._first.block)
+
+    def _check(self) -> None:
+        """There are new gradients, and the parameters still lie where this optimizer updates them."""
+        if self._grads.step == self._used:
+            raise StateError("no gradients for this step: run the micro-steps first, once for every step()")
+        for name, parameter, address, dtype in self._memory:
+            if parameter.data_ptr() != address or parameter.dtype != dtype:
+                raise StateError(
+                    f"{name}: its memory was replaced after ShardedOptimizer was made (model.to(), .half(), "
+                    "p.data = ...): convert the model first, then attach it and make the optimizer"
+                )
+        self._used = self._grads.step
 
     def _layout(self) -> list[list[Any]]:
         """[name, offset, numel] of every entry, in the order of the inner optimizer's indices."""

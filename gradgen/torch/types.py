@@ -38,6 +38,7 @@ class Manager(Protocol):
     dtype: str
     accumulator: str
     strategy: str
+    step: int
     direct: bool
     comm: Any
     on_start: list[Callable[[], None]]
