@@ -61,8 +61,9 @@ class BaseConfig:
 
         return cls(**{**from_hf(cls._package.model(), config), **changes})
 
-    def values(self) -> dict[str, int]:
-        raise NotImplementedError  # the native class has it
+    if TYPE_CHECKING:  # the native class has it
+
+        def values(self) -> dict[str, int]: ...
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{k}={v}' for k, v in self.values().items())})"
