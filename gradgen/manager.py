@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradgen.device import CPU, OnStream, gpu_index
+from gradgen.diagnostics import UsageError
+
 if TYPE_CHECKING:
     from gradgen.model import Model
     from gradgen.plan import Plan
@@ -83,6 +86,7 @@ class BaseGradientManager:
     sharded blocks, the accumulator's for full ones); dtypes are "float32", "float64", "bfloat16", "float16".
     rounding, wire_rounding: "nearest" or "stochastic". seed: of stochastic rounding. divide: "mean" (over ranks), or the number
     that the sum over ranks and micro-steps is divided by. block_buffers: full-size blocks that exist at once when sharded.
+    device: "cpu", "cuda" or "cuda:N". offload: (GPU) keep block shards in pinned host memory.
     nonfinite: what the end of a step does with inf and nan: "ignore", "skip" (see step_skipped) or "raise".
     Raises ConfigError for what the model or strategy cannot do, MismatchError where ranks differ.
     """
@@ -106,6 +110,7 @@ class BaseGradientManager:
         divide: float | str = "mean",
         block_buffers: int = 2,
         nonfinite: str = "ignore",
+        offload: bool = False,
         poison: bool = False,
     ) -> None:
         from gradgen.comm import Communicator, single
@@ -115,12 +120,7 @@ class BaseGradientManager:
             raise TypeError(
                 f"config must be a {package.native.model_name}.Config, got {type(config).__name__}"
             )
-        if str(device) != "cpu":
-            from gradgen.diagnostics import UsageError
-
-            raise UsageError(
-                f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available"
-            )
+        gpu = CPU if device == "cpu" else gpu_index(device)
         comm = single() if comm is None else comm
         if not isinstance(comm, Communicator):
             raise TypeError(
@@ -143,6 +143,8 @@ class BaseGradientManager:
                 block_buffers=block_buffers,
                 nonfinite=nonfinite,
                 poison=poison,
+                cuda=gpu,
+                offload=offload,
             )
         except (TypeError, ValueError) as error:
             if comm.world_size > 1:  # the others wait for this rank in their constructors
@@ -158,10 +160,15 @@ class BaseGradientManager:
             "accumulator": accumulator and _dtype(accumulator),
             "wire": wire and _dtype(wire),
         }
-        self._rounding, self._block_buffers = rounding, block_buffers
+        self._rounding, self._block_buffers, self._offload = rounding, block_buffers, offload
         self._plan: dict[int, Plan] = {}
-        native = package.native.make_gradient_manager(config, comm.native(package.runtime), strategy, options)
+        reached = comm.native(package.runtime) if gpu == CPU else comm.on_gpu(package.runtime, gpu)
+        native = package.native.make_gradient_manager(config, reached, strategy, options)
+        if gpu != CPU:
+            native = OnStream(native, gpu)
+            native.choose(None)
         self._native = native
+        self.device: str = native.device
         # Bound methods of the native manager: a block costs one call, not two.
         self.block_full = native.block_full
         self.notify_block = native.notify_block
@@ -192,9 +199,14 @@ class BaseGradientManager:
 
     def start_micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> None:
         """Begins micro-step `micro_step` of `micro_steps` (0-based). divide: replaces the divisor of this step from here on."""
+        on_device = divide if getattr(divide, "is_cuda", False) and self.device != "cpu" else None
         self._native.start_micro_step(
-            _index(micro_step, "micro_step"), _index(micro_steps, "micro_steps"), _divide(divide)
+            _index(micro_step, "micro_step"),
+            _index(micro_steps, "micro_steps"),
+            None if on_device is not None else _divide(divide),
         )
+        if on_device is not None:
+            self._native.set_divide(on_device)
         for callback in self.on_start:
             callback()
 
@@ -219,7 +231,16 @@ class BaseGradientManager:
 
     def set_divide(self, divide: Any) -> None:
         """Sets the divisor of the current step, for example the global token count once it is known. A number or a 0-dim tensor."""
-        self._native.set_divide(_divide(divide))
+        on_device = getattr(divide, "is_cuda", False) and self.device != "cpu"
+        self._native.set_divide(divide if on_device else _divide(divide))
+
+    def use_stream(self, stream: Any) -> None:
+        """GPU: work goes on this stream (a torch.cuda.Stream, or a cudaStream_t as an integer; it must outlive the manager)
+        instead of torch's current one, which None brings back.
+        """
+        if self.device == "cpu":
+            raise UsageError("a manager on the CPU has no streams")
+        self._native.choose(stream)
 
     # What is known
 
@@ -240,6 +261,7 @@ class BaseGradientManager:
                 strategy=self.strategy,
                 rounding=self._rounding,
                 block_buffers=self._block_buffers,
+                offload=self._offload,
                 transport=self._native.transport,
                 **self._options,
             )
@@ -286,8 +308,14 @@ class BaseGradientManager:
 
         plan, memory = self.plan, self.memory()
         strategy = plan.strategy(self.strategy)
-        planned = (strategy.full_bytes, strategy.shard_bytes, strategy.staging_bytes, strategy.receive_bytes)
-        allocated = (memory["full"], memory["shards"], memory["staging"], memory["exchange"])
+        planned = (
+            strategy.full_bytes,
+            strategy.shard_bytes,
+            strategy.staging_bytes,
+            strategy.receive_bytes,
+            strategy.pinned_bytes,
+        )
+        allocated = tuple(memory[part] for part in ("full", "shards", "staging", "exchange", "pinned"))
         if layout_text(plan) != self._native.layout_text() or planned != allocated:
             raise RuntimeError(
                 f"internal error, please report: {self._package.native.model_name} plans {planned} bytes "

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#ifdef GRADGEN_CUDA
+#include "gradgen/nccl_communicator.h"
+#endif
 #include "group.h"
 
 namespace gradgen::bind {
@@ -110,6 +113,15 @@ void bind_communicators(py::module_& m) {
             return std::make_shared<GroupCommunicator>(rank, world, std::move(transport));
         },
         py::arg("rank"), py::arg("world_size"), py::arg("transport"));
+#ifdef GRADGEN_CUDA
+    m.def(
+        "nccl_communicator",
+        [](std::shared_ptr<Communicator> host, int device, double timeout, const std::string& library) {
+            return nccl_communicator(std::move(host), device, timeout_from(timeout), library);
+        },
+        py::arg("host"), py::arg("device"), py::arg("timeout"), py::arg("library"),
+        py::call_guard<py::gil_scoped_release>());
+#endif
     // Signals are handled by the main thread alone. Others must not ask for the GIL: at interpreter exit they would
     // never get it.
     Communicator::set_interrupt_check([] {

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "arena.h"
+#include "gradgen/error.h"
 
 namespace gradgen {
 
@@ -90,6 +91,14 @@ void Communicator::all_reduce(void* data, std::int64_t numel, DType dtype) {
         if (bytes > 0) std::memcpy(at, send.data(), bytes);
         begin += count;
     } while (begin < numel);
+}
+
+void Communicator::gather_on_device(void*, const void*, std::size_t, void*) {
+    throw StateError("communicator: " + std::string(transport()) + " has no collectives on a GPU");
+}
+
+void Communicator::broadcast_on_device(std::span<const Shared>, void*) {
+    throw StateError("communicator: " + std::string(transport()) + " has no collectives on a GPU");
 }
 
 void Communicator::set_interrupt_check(std::function<void()> check) {

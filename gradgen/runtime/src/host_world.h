@@ -24,7 +24,9 @@ class HostWorld : public Communicator {
     Ticket post(const Offer& offer) override;
     bool ready(Ticket ticket) override;
     std::vector<ReduceSource> sources(Ticket ticket) override;
-    void release(Ticket ticket) override;
+    void release(Ticket ticket, const void* event) override;
+    std::vector<const void*> source_events(Ticket ticket) override;
+    std::vector<const void*> drain_events(Ticket ticket) override;
     bool drained(Ticket ticket) override;
     void wait_drained(Ticket ticket) override;
 

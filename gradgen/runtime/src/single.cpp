@@ -29,7 +29,7 @@ class SingleCommunicator final : public Communicator {
             if (item.ticket == ticket) return {ReduceSource{item.data, false}};
         throw StateError("communicator: sources of an exchange that was released or never posted");
     }
-    void release(Ticket ticket) override {
+    void release(Ticket ticket, const void*) override {
         std::erase_if(offers_, [&](const Item& item) { return item.ticket == ticket; });
     }
     bool drained(Ticket) override {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,6 +45,9 @@ struct Offer {
     std::size_t slice_bytes = 0;                 // of a packed slice (the same on every rank)
     void* receive = nullptr;                     // staging of world * slice_bytes bytes; only where needs_staging()
     void* send = nullptr;                        // staging likewise, only where a slice is more than one piece
+    const void* event = nullptr;                 // GPU: after it the data is complete (a cudaEvent_t of this process)
+    void* stream = nullptr;                      // GPU: where a communicator with on_device() puts its work
+    std::optional<DType> sum;  // only where sums_in_place(): reduce-scatter `data`, which it may change
     OpTag tag;
     std::string what;  // for messages: "block 'decoder' layer 3, micro-step 1"
 };
@@ -71,11 +75,32 @@ class Communicator {
     /// Blocks until every rank has posted; checks tags. One source a rank, in rank order, valid until release().
     /// A source's pointer is either a whole arena of that rank (packed == false) or this rank's packed slice of it.
     virtual std::vector<ReduceSource> sources(Ticket ticket) = 0;
-    /// This rank has read its slices.
-    virtual void release(Ticket ticket) = 0;
+    /// This rank has read its slices; with an event: will have when it has passed.
+    virtual void release(Ticket ticket, const void* event = nullptr) = 0;
     /// True when no other rank still reads what this rank offered: its memory may change.
     virtual bool drained(Ticket ticket) = 0;
     virtual void wait_drained(Ticket ticket) = 0;
+
+    // GPUs. Ranks that are threads read each other's memory, and tell by events when it may be read or changed.
+    // Communicators with on_device() move bytes on streams: their exchanges are ready at once.
+    virtual bool on_device() const { return false; }
+    /// True when an exchange with Offer::sum leaves this rank's summed slice at its place in `data`, as the one source.
+    virtual bool sums_in_place() const { return false; }
+    /// Of every rank that offered one, after sources() and before release().
+    virtual std::vector<const void*> source_events(Ticket) { return {}; }
+    /// Of every rank that released with one, once drained().
+    virtual std::vector<const void*> drain_events(Ticket) { return {}; }
+    /// Only where on_device(). `in` may lie at its place in `out`.
+    virtual void gather_on_device(void* out, const void* in, std::size_t bytes, void* stream);
+    /// Pieces of one buffer, each from the rank that owns it to all others. Only where on_device().
+    struct Shared {
+        void* data = nullptr;
+        std::size_t bytes = 0;
+        int root = 0;
+    };
+    virtual void broadcast_on_device(std::span<const Shared> pieces, void* stream);
+    /// Memory that exchanges will use again and again; until the storage is freed.
+    virtual void register_memory(const std::shared_ptr<Storage>&) {}
 
     // Plain collectives on host memory, blocking. `out` and `in` do not overlap, except that all_gather may find `in`
     // at its place in `out`. They count in the same sequence as posts: every rank makes the same calls in the same
