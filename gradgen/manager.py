@@ -117,10 +117,9 @@ class BaseGradientManager:
             )
         if str(device) != "cpu":
             from gradgen.diagnostics import UsageError
+            from gradgen.importer import wrong_device
 
-            raise UsageError(
-                f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available"
-            )
+            raise UsageError(wrong_device(package.folder, package.native.model_name, str(device)))
         comm = single() if comm is None else comm
         if not isinstance(comm, Communicator):
             raise TypeError(
