@@ -100,6 +100,17 @@ def _assignments(_: click.Context, __: click.Parameter, value: tuple[str, ...]) 
     return result
 
 
+def _arch(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """Checked here, so that the message names the option."""
+    from gradgen.cuda_toolchain import parse_arch
+    from gradgen.diagnostics import UsageError
+
+    try:
+        return value if value is None else ",".join(parse_arch(value))
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 COUNT = click.IntRange(min=1, max=2**31 - 1)
 one_spec = click.argument("spec", callback=_spec)
 many_specs = click.argument("specs", metavar="SPEC...", nargs=-1, required=True, callback=_spec)
@@ -155,10 +166,24 @@ def generate(specs: tuple[str, ...], output: str, only_check: bool, force: bool)
 @cli.command()
 @many_specs
 @output
-@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "auto"]),
+    default="auto",
+    show_default=True,
+    help="What it runs on. auto: cuda if nvcc and a GPU are here, or --arch is given.",
+)
+@click.option(
+    "--arch",
+    metavar="SM",
+    callback=_arch,
+    help="GPUs to compile for, as in sm_80,sm_90; they need not be here (default: those that are).",
+)
 @click.option("-j", "--jobs", type=COUNT, metavar="N", help="Compilers at a time (default: one a core).")
 @force
-def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, force: bool) -> int:
+def build(
+    specs: tuple[str, ...], output: str, device: str, arch: str | None, jobs: int | None, force: bool
+) -> int:
     """Generate packages and compile them."""
     from gradgen.cli_reports import counted
     from gradgen.generate import check_specs
@@ -167,7 +192,7 @@ def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, fo
     check_specs(specs)
     for spec in specs:
         with console.Progress(f"compiling {spec}") as log:
-            package = run(spec, output, device=device, jobs=jobs, force=force, log=log)
+            package = run(spec, output, device=device, arch=arch, jobs=jobs, force=force, log=log)
         console.answer(f"{package.dir}: {counted(len(package.written), 'file')} written")
     return console.OK
 

@@ -121,6 +121,10 @@ class BaseGradientManager:
                 f"config must be a {package.native.model_name}.Config, got {type(config).__name__}"
             )
         gpu = CPU if device == "cpu" else gpu_index(device)
+        if gpu != CPU and not hasattr(package.runtime, "nccl_communicator"):
+            from gradgen.importer import wrong_device
+
+            raise UsageError(wrong_device(package.folder, package.native.model_name, str(device)))
         comm = single() if comm is None else comm
         if not isinstance(comm, Communicator):
             raise TypeError(

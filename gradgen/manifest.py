@@ -36,6 +36,7 @@ class Build:
     python: str
     device: str
     files: Mapping[str, str]  # sha256 of every binary
+    arch: str = ""  # of the GPUs: sm_80,sm_90
 
     @property
     def module(self) -> str:
@@ -81,6 +82,7 @@ def _build(fields: dict[str, Any]) -> Build:
         build.text_hash,
         build.python,
         build.device,
+        build.arch,
     )
     if not all(isinstance(text, str) for text in (*texts, *build.files, *build.files.values())):
         raise TypeError
