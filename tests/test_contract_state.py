@@ -19,6 +19,7 @@ from tests.support import (
     fill_block,
     fill_weight,
     model,
+    overwrite,
     run_ranks,
     shards,
     whole_step,
@@ -59,7 +60,7 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     refused(gradgen.StateError, f"{at}: handed out but not notified", grads.end_micro_step)
     refused(gradgen.StateError, "zero_grad inside micro-step 0 of 2", grads.zero_grad)
     for _, tensor in block.items():
-        np.asarray(tensor)[...] = 3.0
+        overwrite(tensor, 3.0)
     grads.notify_block(1)
     refused(gradgen.StateError, "notified without", grads.notify_block, 1)
     for layer in (0, 2):

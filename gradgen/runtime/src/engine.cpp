@@ -1,6 +1,8 @@
 // The calls of a manager and the rules of their order. Every refusal leaves the state as it was.
 #include "gradgen/engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -392,6 +394,8 @@ std::int64_t EngineManager::step() {
 }
 
 void EngineManager::use_stream(void* stream) {
+    const std::unique_lock lock(busy_, std::try_to_lock);
+    if (!lock.owns_lock() || closed_ || process_ != getpid()) return;  // the call that follows says what is wrong
     const OnDevice device(*backend_);
     backend_->use_stream(stream);
 }
