@@ -9,7 +9,7 @@
 namespace gradgen {
 namespace {
 
-std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+std::string in_quotes(std::string_view text) { return "'" + std::string(text) + "'"; }
 
 std::string joined(std::span<const std::string_view> names) {
     std::string out;
@@ -33,7 +33,7 @@ std::size_t distance(std::string_view a, std::string_view b) {
 
 std::string suggestion(std::string_view name, std::span<const std::string_view> known) {
     const std::string_view near = closest(name, known);
-    return near.empty() ? "" : "; did you mean " + quoted(near) + "?";
+    return near.empty() ? "" : "; did you mean " + in_quotes(near) + "?";
 }
 
 void check_weights(const std::string& model, const std::vector<WeightDesc>& weights) {
@@ -46,7 +46,7 @@ void check_weights(const std::string& model, const std::vector<WeightDesc>& weig
         }
         const auto owns = [&](const WeightDesc& other) { return other.id == weight.tied_to && other.present; };
         if (!weight.tied_to.empty() && std::none_of(weights.begin(), weights.end(), owns)) {
-            throw ConfigError(model + ": weight " + quoted(weight.id) + " is tied to " + quoted(weight.tied_to) +
+            throw ConfigError(model + ": weight " + in_quotes(weight.id) + " is tied to " + in_quotes(weight.tied_to) +
                               ", which does not exist in this configuration (" + weight.place + ")");
         }
     }
@@ -110,9 +110,9 @@ ConfigReader::ConfigReader(std::string_view model, const ConfigValues& values, s
     for (auto item = values.begin(); item != values.end(); ++item) {
         const auto same = [&](const auto& other) { return other.first == item->first; };
         if (std::find(known.begin(), known.end(), item->first) == known.end()) {
-            problems_.push_back("unknown dim or flag " + quoted(item->first) + suggestion(item->first, known));
+            problems_.push_back("unknown dim or flag " + in_quotes(item->first) + suggestion(item->first, known));
         } else if (std::any_of(values.begin(), item, same)) {
-            problems_.push_back(quoted(item->first) + " is given twice");
+            problems_.push_back(in_quotes(item->first) + " is given twice");
         }
     }
 }
@@ -128,7 +128,7 @@ std::int64_t ConfigReader::checked_dim(std::string_view name, std::int64_t value
     try {
         require_dim(model_, name, value);
     } catch (const ConfigError&) {
-        problems_.push_back(quoted(name) + " must be between 1 and 2147483648, not " + std::to_string(value));
+        problems_.push_back(in_quotes(name) + " must be between 1 and 2147483648, not " + std::to_string(value));
     }
     return value;
 }
@@ -145,7 +145,7 @@ std::int64_t ConfigReader::dim(std::string_view name, const std::function<std::i
     try {
         return checked_dim(name, fallback());
     } catch (const ConfigError& error) {
-        problems_.push_back("the default of " + quoted(name) + " cannot be computed: " + error.what());
+        problems_.push_back("the default of " + in_quotes(name) + " cannot be computed: " + error.what());
         return 0;
     }
 }
@@ -160,20 +160,20 @@ bool ConfigReader::flag(std::string_view name, bool fallback) {
     const std::int64_t* value = find(name);
     if (!value) return fallback;
     if (*value != 0 && *value != 1)
-        problems_.push_back(quoted(name) + " must be true or false, not " + std::to_string(*value));
+        problems_.push_back(in_quotes(name) + " must be true or false, not " + std::to_string(*value));
     return *value != 0;
 }
 
 void ConfigReader::finish() const {
     std::string text;
-    for (const std::string& name : missing_) text += (text.empty() ? "missing " : ", ") + quoted(name);
+    for (const std::string& name : missing_) text += (text.empty() ? "missing " : ", ") + in_quotes(name);
     for (const std::string& problem : problems_) text += (text.empty() ? "" : "; ") + problem;
     if (!text.empty()) throw ConfigError(std::string(model_) + ": " + text);
 }
 
 void require_dim(std::string_view model, std::string_view name, std::int64_t value) {
     if (value >= 1 && value <= kMaxDim) return;
-    throw ConfigError(std::string(model) + ": " + quoted(name) + " must be between 1 and 2147483648, not " +
+    throw ConfigError(std::string(model) + ": " + in_quotes(name) + " must be between 1 and 2147483648, not " +
                       std::to_string(value));
 }
 
@@ -189,7 +189,7 @@ void check_model(const ModelDesc& model) {
     check_weights(model.name, model.weights);
     for (const BlockDesc& block : model.blocks) {
         if (block.count < 0)
-            throw ConfigError(model.name + ": the count of block " + quoted(block.id) + " is " +
+            throw ConfigError(model.name + ": the count of block " + in_quotes(block.id) + " is " +
                               std::to_string(block.count));
         check_weights(model.name, block.weights);
     }
@@ -198,7 +198,7 @@ void check_model(const ModelDesc& model) {
 ConfigError unknown_choice(std::string_view model, std::string_view what, std::string_view name,
                            std::span<const std::string_view> known) {
     const std::string hint = suggestion(name, known);
-    return ConfigError(std::string(model) + " has no " + std::string(what) + " " + quoted(name) +
+    return ConfigError(std::string(model) + " has no " + std::string(what) + " " + in_quotes(name) +
                        (hint.empty() ? ";" : hint) + " it has " + joined(known));
 }
 
