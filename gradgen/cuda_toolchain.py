@@ -24,8 +24,7 @@ NAME_IT = "name it: --arch sm_90 (H100, H200), --arch sm_80 (A100), or several, 
 ARCH = re.compile(r"sm_(?P<number>[1-9][0-9]{1,2})[af]?")
 # Sums must be the same bits as on the CPU, which multiplies and adds in two steps.
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fno-semantic-interposition,-ffp-contract=off")
-# The CUDA runtime inside stays private: torch puts another one where symbols of all libraries are found.
-LIBRARIES = ("-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
+LIBRARIES = ("-lcudart_static", "-ldl", "-lrt", "-lpthread")
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 # In a process of its own: one that has initialised the driver cannot fork children that use it.
 ASK_DRIVER = """
