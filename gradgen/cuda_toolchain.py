@@ -90,7 +90,7 @@ class CudaToolchain:
 
     def link(self) -> tuple[str, ...]:
         """Its symbols stay inside: torch brings a libcudart of its own, perhaps of another version."""
-        return (f"-L{self.nvcc.libraries}", "-Wl,--exclude-libs,libcudart_static.a", *LIBRARIES)
+        return (f"-L{self.nvcc.libraries}", *LIBRARIES)
 
 
 def find_cuda(arch: str | Sequence[str] | None, cxx: tuple[str, ...]) -> CudaToolchain:

@@ -34,7 +34,9 @@ ROLES = {
     "model": ("-O2", "-fvisibility=hidden"),
     "module": ("-O1", "-fvisibility=hidden"),  # calls that Python makes once
 }
-LINK = ("-shared", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
+# A compiler that links its C++ library statically (the CUDA runtime always is): what is inside must not mix with the
+# copy that torch brings.
+LINK = ("-shared", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
 
 
 @dataclass(frozen=True)
