@@ -278,6 +278,7 @@ void EngineManager::norm_on_device() {
 Tensor EngineManager::grad_norm_tensor() {
     Guard guard(*this, "grad_norm");
     norm_on_device();
+    backend_->scale_total(1.0);  // clipping may have changed it since
     return backend_->norm_tensor();
 }
 
