@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,38 +17,50 @@ _MAX_FLAGS = 10
 
 @dataclass(frozen=True)
 class Named:
-    """A checkpoint name, perhaps with {i} for an index below `count`."""
+    """A checkpoint name, perhaps with {i} for one of `indices`, which ascend."""
 
     text: str
-    count: int
+    indices: Sequence[int]
     owner: str
 
     def has(self, name: str) -> bool:
         before, _, after = self.text.partition("{i}")
         index = name[len(before) : len(name) - len(after)]
         fits = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
-        return fits and index.isdecimal() and str(int(index)) == index and int(index) < self.count
+        return fits and index.isdecimal() and str(int(index)) == index and int(index) in self.indices
 
     def expand(self) -> Iterator[str]:
-        return (self.text.replace("{i}", str(i)) for i in range(min(self.count, _MAX_INDEX)))
+        return (self.text.replace("{i}", str(i)) for i in self.indices[:_MAX_INDEX])
+
+    def shared(self, other: Named) -> int | None:
+        """An index at which two equal texts are one name."""
+        if "{i}" not in self.text:
+            return 0
+        if isinstance(self.indices, range) and isinstance(other.indices, range):
+            return 0 if self.indices and other.indices else None
+        return next(iter(sorted(set(self.indices) & set(other.indices))), None)
 
 
 def clash(entries: Iterable[Named]) -> tuple[Named, Named, str] | None:
     """Two entries that share a name, and the name. `layer.{i}.norm` and `layer.7.norm` do when count > 7."""
-    exact: dict[str, Named] = {}
+    exact: dict[str, list[Named]] = {}
     patterns: dict[str, list[Named]] = {}
     for entry in entries:
-        if entry.text in exact:
-            return exact[entry.text], entry, entry.text.replace("{i}", "0")
-        exact[entry.text] = entry
+        if not entry.indices:
+            continue
+        for other in exact.setdefault(entry.text, []):
+            index = other.shared(entry)
+            if index is not None:
+                return other, entry, entry.text.replace("{i}", str(index))
+        exact[entry.text].append(entry)
         if "{i}" in entry.text:
             patterns.setdefault(re.sub(r"[0-9]*\{i\}[0-9]*", "{i}", entry.text), []).append(entry)
     for alike in patterns.values():
         for a, b in zip(alike, alike[1:], strict=False):
             shared = sorted(set(a.expand()) & set(b.expand()))
-            if shared:
+            if shared and a.text != b.text:
                 return a, b, shared[0]
-    for entry in exact.values():
+    for entry in (entry for entries in exact.values() for entry in entries):
         for run in _RUN.finditer(entry.text) if "{i}" not in entry.text else ():
             for other in patterns.get(entry.text[: run.start()] + "{i}" + entry.text[run.end() :], ()):
                 if other.has(entry.text):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradgen.checkpoint_names import Named, clash
 from gradgen.diagnostics import ConfigError, UsageError, did_you_mean, quote, suggest
-from gradgen.expr import Expr, ExprError, evaluate, names, to_text
-from gradgen.model import Dim, Flag, Model, Shard, Weight
+from gradgen.expr import INDEX, Expr, ExprError, evaluate, names, to_text
+from gradgen.model import Block, Dim, Flag, Model, Shard, Weight
 
 MAX_DIM = 2**31
+MAX_LAYERS = 2**20  # of a stack whose blocks are told apart one by one
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,32 @@ class ConcreteWeight:
 
 @dataclass(frozen=True)
 class ConcreteBlock:
+    """The blocks of a stack that have equal weights: all of them, or one of several kinds."""
+
     id: str
     name: str
-    count: int
+    layers: Sequence[int]  # their indices, ascending; a range where all of a stack are alike
     uses: int
     weights: tuple[ConcreteWeight, ...]
-    index: int
+    index: int  # of the stack in the spec
+    kind: int = 0  # number of this kind in its stack
+    kinds: int = 1  # of the stack
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def unit(self) -> str:
+        """What layouts and plans call it: `decoder`, or `decoder.1` where a stack has several kinds."""
+        return self.id if self.kinds == 1 else f"{self.id}.{self.kind}"
 
 
 @dataclass(frozen=True)
 class ConcreteModel:
     name: str
     weights: tuple[ConcreteWeight, ...]
-    blocks: tuple[ConcreteBlock, ...]
+    blocks: tuple[ConcreteBlock, ...]  # kinds, those of a stack in the order of their first layers
 
 
 def configure(model: Model, values: Mapping[str, Any]) -> Config:
@@ -169,16 +183,59 @@ def materialize(model: Model, config: Config) -> ConcreteModel:
     weights = tuple(_weight(w, i, env, present) for i, w in enumerate(model.weights) if w.id in present)
     blocks = []
     for index, block in enumerate(model.blocks):
-        count = _int(block.count, env, f"count of block '{block.id}'")
-        if count < 0:
-            raise ConfigError(f"{model.name}: the count of block '{block.id}' is {count}")
-        here = {w.id for w in block.weights if w.when is None or _bool(w.when, env, w.id)}
-        inside = tuple(_weight(w, i, env, here) for i, w in enumerate(block.weights) if w.id in here)
-        blocks.append(ConcreteBlock(block.id, block.name, count, block.uses or 0, inside, index))
+        layers = _layers(model, block, env)
+        kinds: dict[tuple[ConcreteWeight, ...], Sequence[int]] = {}
+        if any(INDEX in names(expr) for weight in block.weights for expr in expressions(weight)):
+            _one_by_one(model, block, layers)
+            found: dict[tuple[ConcreteWeight, ...], list[int]] = {}
+            for layer in layers:
+                found.setdefault(_weights(block, {**env, INDEX: layer}), []).append(layer)
+            kinds.update((weights, tuple(indices)) for weights, indices in found.items() or [((), [])])
+        else:
+            kinds[_weights(block, env)] = layers
+        blocks += [
+            ConcreteBlock(block.id, block.name, indices, block.uses or 0, weights, index, kind, len(kinds))
+            for kind, (weights, indices) in enumerate(kinds.items())
+        ]
     concrete = ConcreteModel(model.name, weights, tuple(blocks))
     _check_ties(concrete)
     _check_names(concrete)
     return concrete
+
+
+def expressions(weight: Weight) -> list[Expr]:
+    """Those that may name the index of a block."""
+    when = weight.tied_to.when if weight.tied_to else None
+    conditions = (weight.when, weight.zero, weight.trainable, when)
+    return [*weight.shape, *(expr for expr in conditions if expr is not None)]
+
+
+def _layers(model: Model, block: Block, env: Mapping[str, int | bool]) -> Sequence[int]:
+    """The indices of a stack that exist."""
+    what = f"{model.name}: block '{block.id}'"
+    count = _int(block.count, env, f"count of block '{block.id}'")
+    if count < 0:
+        raise ConfigError(f"{model.name}: the count of block '{block.id}' is {count}")
+    if block.at is None:
+        return range(count)
+    if isinstance(block.at, tuple):
+        beyond = [index for index in block.at if index >= count]
+        if beyond:
+            raise ConfigError(f"{what} has the index {beyond[0]} under `at`, and its count is {count}")
+        return block.at
+    _one_by_one(model, block, range(count))
+    return tuple(i for i in range(count) if _bool(block.at, {**env, INDEX: i}, block.id, "block"))
+
+
+def _one_by_one(model: Model, block: Block, layers: Sequence[int]) -> None:
+    if len(layers) > MAX_LAYERS:
+        message = f"block '{block.id}' has {len(layers)} layers, which differ by their index"
+        raise ConfigError(f"{model.name}: {message}; at most {MAX_LAYERS} can be told apart")
+
+
+def _weights(block: Block, env: Mapping[str, int | bool]) -> tuple[ConcreteWeight, ...]:
+    here = {w.id for w in block.weights if w.when is None or _bool(w.when, env, w.id)}
+    return tuple(_weight(w, i, env, here) for i, w in enumerate(block.weights) if w.id in here)
 
 
 def _check_ties(concrete: ConcreteModel) -> None:
@@ -192,9 +249,9 @@ def _check_ties(concrete: ConcreteModel) -> None:
 
 
 def _check_names(concrete: ConcreteModel) -> None:
-    entries = [Named(weight.name, 1, weight.id) for weight in concrete.weights]
+    entries = [Named(weight.name, range(1), weight.id) for weight in concrete.weights]
     for block in concrete.blocks:
-        entries += [Named(f"{block.name}.{weight.name}", block.count, weight.id) for weight in block.weights]
+        entries += [Named(f"{block.name}.{weight.name}", block.layers, weight.id) for weight in block.weights]
     found = clash(entries)
     if found:
         a, b, name = found
@@ -242,8 +299,8 @@ def _int(expr: Expr, env: Mapping[str, int | bool], what: str) -> int:
         raise ConfigError(f"{what}, {to_text(expr)}: {error}") from error
 
 
-def _bool(expr: Expr, env: Mapping[str, int | bool], what: str) -> bool:
+def _bool(expr: Expr, env: Mapping[str, int | bool], id: str, what: str = "weight") -> bool:
     try:
         return bool(evaluate(expr, env))
     except ExprError as error:
-        raise ConfigError(f"a condition of weight '{what}', {to_text(expr)}: {error}") from error
+        raise ConfigError(f"a condition of {what} '{id}', {to_text(expr)}: {error}") from error

@@ -16,13 +16,15 @@ from gradgen.source import Source
 
 def clashes(model: Model) -> Iterator[Diagnostic]:
     """Names that two weights share, and ties that lead nowhere. Holds for every configuration."""
-    seen: dict[str, Weight] = {}
-    groups = [("", model.weights), *((block.name + ".", block.weights) for block in model.blocks)]
-    for prefix, weights in groups:
+    seen: dict[str, tuple[Weight, bool]] = {}
+    groups = [("", model.weights, False)]
+    groups += [(block.name + ".", block.weights, block.at is not None) for block in model.blocks]
+    for prefix, weights, some in groups:
         for weight in weights:
             name = prefix + weight.name
-            other = seen.setdefault(name, weight)
-            if other is not weight and not exclusive(other, weight, model):
+            other, others_some = seen.setdefault(name, (weight, some))
+            apart = (some or others_some) and "{i}" in prefix  # configurations tell
+            if other is not weight and not apart and not exclusive(other, weight, model):
                 both = f"{quote(other.id)} and {quote(weight.id)}"
                 message = f"weights {both} have one checkpoint name, {quote(name)}"
                 hint = f"the first stands in line {other.place.line}"
@@ -115,11 +117,11 @@ def _preset(model: Model, preset: Preset) -> Iterator[Diagnostic]:
     except ConfigError as error:
         yield found(str(error).removeprefix(f"{model.name}: "))
         return
-    for block in concrete.blocks:
-        if block.count < 1:
-            yield found(
-                f"block {quote(block.id)} has a count of {block.count}", hint="a stack has at least one block"
-            )
+    for block in model.blocks:
+        here = [kind for kind in concrete.blocks if kind.id == block.id]
+        if block.at is None and not sum(kind.count for kind in here):
+            message = f"block {quote(block.id)} has a count of 0"
+            yield found(message, hint="a stack has at least one block")
     for weight in (*concrete.weights, *(w for block in concrete.blocks for w in block.weights)):
         rows = weight.shape[0] if weight.shape else 0
         if weight.shard.kind == "rows" and rows % weight.shard.rows:

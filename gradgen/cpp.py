@@ -120,6 +120,11 @@ def dim(text: str) -> Spelled:
     return Spelled(text, ATOM, *DIM_RANGE)
 
 
+def index(text: str) -> Spelled:
+    """The index of a block in its stack."""
+    return Spelled(text, ATOM, 0, DIM_RANGE[1])
+
+
 def flag(text: str) -> Spelled:
     return Spelled(text, ATOM, boolean=True)
 

@@ -45,6 +45,7 @@ __all__ = [
 MAX_LENGTH = 500
 MAX_DEPTH = 40  # of parentheses, and of the tree: what reads it (here, in C++ rendering) recurses
 LIMIT = 2**63 - 1
+INDEX = "i"  # of a block in its stack: a name in `at` and in expressions of the block's weights
 FUNCTIONS = {"ceil_div": 2, "min": -2, "max": -2}  # number of arguments; negative: at least that many
 
 Env = Mapping[str, "int | bool"]

@@ -56,6 +56,8 @@ def bad_identifier(name: str) -> str:
 
 def bad_quantity(name: str) -> str:
     """The same for a dim or a flag, whose name also stands in expressions."""
+    if name == "i":
+        return "is the index of a block in expressions"
     return "is a word of expressions" if name in _EXPRESSION else bad_identifier(name)
 
 

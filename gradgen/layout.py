@@ -78,8 +78,8 @@ class Arena:
     """The arena of one block kind or of one weight outside the blocks, for one world size. Elements."""
 
     kind: str  # weight | block
-    id: str
-    count: int  # blocks in the stack; 1 for a weight
+    id: str  # of the weight or block, with the number of the kind where a stack has several: "decoder.1"
+    layers: Sequence[int]  # indices of the blocks that are laid out so; one for a weight
     world: int
     numel: int  # padded: what is allocated
     zero_numel: int  # [0, zero_numel) is zeroed at the first touch
@@ -87,6 +87,15 @@ class Arena:
     flat_shard: int  # [flat_begin, flat_begin + world * flat_shard) is divided evenly over ranks
     shard_numel: int  # of a rank's shard buffer, the same on every rank
     slots: tuple[Slot, ...]  # in arena order
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def block(self) -> str:
+        """The id in the spec."""
+        return self.id.partition(".")[0]
 
     @property
     def packed(self) -> bool:
@@ -118,8 +127,14 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def arena(kind: str, unit: str, count: int, weights: Sequence[LayoutWeight], world: int) -> Arena:
-    """Lays out the weights of one unit (trainable, present and not tied to others) for `world` ranks."""
+def arena(
+    kind: str, unit: str, layers: int | Sequence[int], weights: Sequence[LayoutWeight], world: int
+) -> Arena:
+    """Lays out the weights of one unit (trainable, present and not tied to others) for `world` ranks.
+
+    `layers`: the indices of the blocks that are laid out so, or their number where it is all of a stack.
+    """
+    layers = range(layers) if isinstance(layers, int) else layers
     cursor = shard_numel = zero_numel = flat_begin = flat_shard = 0
     slots: list[Slot] = []
     groups: tuple[list[LayoutWeight], ...] = ([], [], [], [])
@@ -156,7 +171,7 @@ def arena(kind: str, unit: str, count: int, weights: Sequence[LayoutWeight], wor
     if cursor > MAX_ELEMENTS:
         raise ConfigError(f"{kind} {unit!r} needs {cursor} elements: more than a machine can address")
     return Arena(
-        kind, unit, count, world, cursor, zero_numel, flat_begin, flat_shard, shard_numel, tuple(slots)
+        kind, unit, layers, world, cursor, zero_numel, flat_begin, flat_shard, shard_numel, tuple(slots)
     )
 
 
@@ -175,11 +190,30 @@ def text(arenas: Sequence[Arena], world: int) -> str:
     """Canonical text, the same as the runtime's describe_layout; ranks compare it when they start."""
     lines = [f"world {world}"]
     for unit in arenas:
-        count = f" count {unit.count}" if unit.kind == "block" else ""
+        count = f" {layers_text(unit.layers)}" if unit.kind == "block" else ""
         sizes = f"arena {unit.numel} zero {unit.zero_numel} flat {unit.flat_begin} {unit.flat_shard}"
         lines.append(f"{unit.kind} {unit.id}{count} {sizes} shard {unit.shard_numel}")
         lines.extend(f"  {slot.id} {slot.offset} {slot.numel}" for slot in unit.slots)
     return "\n".join(lines) + "\n"
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """`count 24` for all of a stack from its first block on, else `layers 0,3-23`."""
+    count = len(layers)
+    if isinstance(layers, range) or not count or layers[0] == 0 and layers[-1] == count - 1:
+        return f"count {count}"
+    return f"layers {spans(layers)}"
+
+
+def spans(layers: Sequence[int]) -> str:
+    """`0,3-23` of ascending integers."""
+    out: list[list[int]] = []
+    for layer in layers:
+        if out and layer == out[-1][1] + 1:
+            out[-1][1] = layer
+        else:
+            out.append([layer, layer])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in out)
 
 
 def verify(unit: Arena) -> None:

@@ -196,7 +196,8 @@ class BaseGradientManager:
         self.direct: bool = native.direct
         self.rank: int = native.rank
         self.world_size: int = native.world_size
-        self.blocks: dict[str, int] = native.blocks
+        self.blocks: dict[str, int] = native.blocks  # the counts of stacks
+        self.layers: dict[str, tuple[int, ...]] = native.layers  # the indices of stacks that exist
         self._verify()
 
     # A step

@@ -98,14 +98,16 @@ class Block:
     weights: tuple[Weight, ...]
     place: Place
     uses: int | None = None
+    at: Expr | tuple[int, ...] | None = None  # which indices of 0 .. count - 1 exist; None: all
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One step of the order in which gradients become ready: a weight outside the blocks, or a stack (last block first)."""
+    """One step of the order in which gradients become ready: a weight outside the blocks, or stacks that are visited
+    together, the highest index first (at one index, in the order of `blocks`)."""
 
     weight: str | None
-    block: str | None
+    blocks: tuple[str, ...]
     place: Place
 
 

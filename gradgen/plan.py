@@ -8,20 +8,32 @@ per rank and are gradients only: parameters, optimizer states and activations ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradgen import layout, plan_cost
+from gradgen import layout, plan_cost, plan_order
 from gradgen.configure import ConcreteModel, ConcreteWeight, configure, materialize
 from gradgen.configure import preset as preset_values
 from gradgen.diagnostics import UsageError
 from gradgen.layout import Arena, Slot
 from gradgen.model import Model
 from gradgen.plan_cost import DTYPES, ROUNDINGS, TRANSPORTS, Collective, Settings, StrategyPlan
+from gradgen.plan_order import Run
 
-__all__ = ["Arena", "Collective", "Plan", "Slot", "StrategyPlan", "layout_text", "lower", "plan", "verify"]
+__all__ = [
+    "Arena",
+    "Collective",
+    "Plan",
+    "Run",
+    "Slot",
+    "StrategyPlan",
+    "layout_text",
+    "lower",
+    "plan",
+    "verify",
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class Plan:
     summary: str
     values: tuple[tuple[str, int | bool], ...]  # the configuration: dims and flags
     settings: Settings
-    arenas: tuple[Arena, ...]  # weights outside blocks, then stacks, in spec order
-    backward: tuple[str, ...]  # ids in the order in which gradients become ready
+    arenas: tuple[Arena, ...]  # weights outside blocks, then kinds of blocks, in spec order
+    order: tuple[Run, ...]  # in which gradients become ready
     strategies: tuple[StrategyPlan, ...]
 
     @property
@@ -41,6 +53,11 @@ class Plan:
     @property
     def ga(self) -> int:
         return self.settings.ga
+
+    @property
+    def backward(self) -> tuple[str, ...]:
+        """Ids of arenas in the order in which the first gradients of each become ready."""
+        return tuple(dict.fromkeys(run.unit for run in self.order))
 
     def arena(self, unit: str) -> Arena:
         for arena in self.arenas:
@@ -58,7 +75,7 @@ class Plan:
 
     def trace(self, strategy: str | None = None) -> tuple[Collective, ...]:
         """The collectives of one step, in order: a function of spec, strategy and settings alone."""
-        order = [self.arena(unit) for unit in self.backward]
+        order = [(self.arena(run.unit), run.layers) for run in self.order]
         return tuple(plan_cost.trace(self.strategy(strategy), order, self.settings, self.model))
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +84,10 @@ class Plan:
         data["scope"] = "gradients only"
         data["values"] = dict(self.values)
         for entry, arena in zip(data["arenas"], self.arenas, strict=True):
-            entry["padding"] = arena.padding
+            entry["padding"], entry["count"] = arena.padding, arena.count
+            entry["layers"] = layout.spans(arena.layers) if arena.kind == "block" else None
+        data["backward"] = self.backward
+        data["order"] = [[run.unit, *run.layers] for run in self.order]
         for entry, strategy in zip(data["strategies"], self.strategies, strict=True):
             entry["memory_bytes"] = strategy.memory_bytes
         return data
@@ -119,7 +139,7 @@ def lower(
     for block in concrete.blocks:
         weights = [weight for weight in block.weights if _owns(weight)]
         if weights and block.count:
-            arenas.append(layout.arena("block", block.id, block.count, weights, settings.dp))
+            arenas.append(layout.arena("block", block.unit, block.layers, weights, settings.dp))
     chosen = [candidate for candidate in model.strategies if strategy in (None, candidate.id)]
     if not chosen:
         known = ", ".join(candidate.id for candidate in model.strategies)
@@ -131,7 +151,7 @@ def lower(
         tuple(values.items()),
         settings,
         tuple(arenas),
-        _backward(model, concrete, arenas),
+        plan_order.order(model, concrete, {arena.id for arena in arenas}),
         costs,
     )
     verify(result)
@@ -142,11 +162,16 @@ def verify(plan: Plan) -> None:
     """Checks the plan's invariants. A failure is a bug of gradgen and says which."""
     for arena in plan.arenas:
         layout.verify(arena)
-    units = sorted(arena.id for arena in plan.arenas)
-    if sorted(plan.backward) != units:
-        raise AssertionError(
-            f"internal error: backward order {plan.backward} does not name each of {units} once"
-        )
+    runs: dict[str, list[Sequence[int]]] = {arena.id: [] for arena in plan.arenas}
+    for run in plan.order:
+        runs[run.unit].append(run.layers)
+    for arena in plan.arenas:
+        parts = runs[arena.id]
+        whole = len(parts) == 1 and parts[0][::-1] == arena.layers
+        if not whole and sorted(layer for part in parts for layer in part) != list(arena.layers):
+            raise AssertionError(
+                f"internal error: the order of {arena.kind} {arena.id!r} does not name each layer once: {parts}"
+            )
 
 
 def layout_text(plan: Plan) -> str:
@@ -156,19 +181,6 @@ def layout_text(plan: Plan) -> str:
 
 def _owns(weight: ConcreteWeight) -> bool:
     return weight.trainable and weight.tie is None
-
-
-def _backward(model: Model, concrete: ConcreteModel, arenas: list[Arena]) -> tuple[str, ...]:
-    """Units in the order in which they are complete: a tied one after the last use of any."""
-    units = {arena.id for arena in arenas}
-    owners = {weight.id: weight.tie or weight.id for weight in concrete.weights if weight.trainable}
-    order: dict[str, None] = {}
-    for step in model.backward:
-        unit = owners.get(step.weight, "") if step.weight else step.block or ""
-        if unit in units:
-            order.pop(unit, None)
-            order[unit] = None
-    return tuple(order)
 
 
 def _check(settings: Settings) -> None:

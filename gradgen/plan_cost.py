@@ -140,9 +140,9 @@ def gather_bytes(unit: Arena, settings: Settings) -> int:
 
 
 def trace(
-    strategy: StrategyPlan, units: Sequence[Arena], settings: Settings, model: str
+    strategy: StrategyPlan, order: Sequence[tuple[Arena, Sequence[int]]], settings: Settings, model: str
 ) -> Iterator[Collective]:
-    """The collectives of one step; `units` in backward order.
+    """The collectives of one step; `order`: units and those of their layers that follow each other.
 
     Sharded units travel in every micro-step, full ones in the last.
     """
@@ -150,24 +150,24 @@ def trace(
         return
     last = settings.ga - 1
     for micro_step in range(settings.ga):
-        for unit in units:
+        for unit, layers in order:
             if micro_step < last and not is_sharded(strategy, unit):
                 continue
             size = slice_bytes(strategy, unit, settings)
-            for name in instance_names(unit):
+            for name in instance_names(unit, layers):
                 yield Collective(strategy.collective, name, size, micro_step)
     if strategy.collective == "all_reduce":
-        for unit in units:
-            for name in instance_names(unit):
+        for unit, layers in order:
+            for name in instance_names(unit, layers):
                 yield Collective("all_gather", name, gather_bytes(unit, settings), last)
     yield Collective("end_step", model, 0, last)
 
 
-def instance_names(unit: Arena) -> list[str]:
-    """The names that traces and errors use, in backward order: the last block of a stack comes first."""
+def instance_names(unit: Arena, layers: Sequence[int]) -> list[str]:
+    """The names that traces and errors use."""
     if unit.kind == "weight":
         return [f"weight '{unit.id}'"]
-    return [f"block '{unit.id}' layer {layer}" for layer in reversed(range(unit.count))]
+    return [f"block '{unit.block}' layer {layer}" for layer in layers]
 
 
 def _slots(units: Sequence[Arena], block_buffers: int, size: Callable[[Arena], int]) -> int:

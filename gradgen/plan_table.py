@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradgen.layout import Arena, layers_text
 from gradgen.plan import Plan
 from gradgen.plan_cost import DTYPES
 
@@ -67,11 +68,16 @@ def block_table(plan: Plan, block: str) -> str:
         rows.append((slot.id, shape, shard, *map(str, numbers), "yes" if slot.zeroed else "no"))
     flat_end = arena.flat_begin + arena.world * arena.flat_shard
     lines = [
-        f"{plan.model} {arena.kind} {arena.id} x {arena.count}: gradients only, {settings_text(plan)}",
+        f"{plan.model} {arena.kind} {arena.id}{_layers(arena)}: gradients only, {settings_text(plan)}",
         f"arena {arena.numel} elements, {bytes_text(arena.numel * element)}; zeroed [0, {arena.zero_numel})",
         f"flat [{arena.flat_begin}, {flat_end}), {arena.flat_shard} a rank; shard {arena.shard_numel}",
     ]
     return "\n".join([*lines, "", *aligned(rows, left=3), ""])
+
+
+def _layers(arena: Arena) -> str:
+    text = layers_text(arena.layers) if arena.kind == "block" else ""
+    return f", {text}" if text.startswith("layers") else f" x {arena.count}"
 
 
 def header(plan: Plan) -> list[str]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradgen import cpp
-from gradgen.expr import Bool, to_text
+from gradgen.configure import expressions
+from gradgen.expr import INDEX, Bool, to_text
+from gradgen.expr import names as expr_names
 from gradgen.model import Block, Model, Strategy, Weight
 from gradgen.render_config import aligned, columns, config_view, members, name_list, place, place_text
 
@@ -58,7 +60,7 @@ class StrategyView:
 
 def cpp_context(model: Model, key: str) -> dict[str, Any]:
     types = cpp.type_names(block.id for block in model.blocks)
-    names = members(model, "c.")
+    names = members(model, "c.") | {INDEX: cpp.index("i")}
     tables = [] if not model.weights else [_table("kWeights", "Weight", model.weights)]
     tables += [
         _table(f"k{types[block.id]}Weights", f"{types[block.id]}Weight", block.weights)
@@ -79,7 +81,7 @@ def cpp_context(model: Model, key: str) -> dict[str, Any]:
         "blocks": [_block(block, types[block.id], names) for block in model.blocks],
         "tables": tables,
         "backward": aligned(
-            [(_backward(step.weight, step.block), place(step.place)) for step in model.backward]
+            [(_backward(step.weight, step.blocks), place(step.place)) for step in model.backward]
         ),
         "strategies": _strategies(model.strategies),
         "name_lists": [
@@ -168,7 +170,14 @@ def _block(block: Block, type_name: str, names: dict[str, cpp.Spelled]) -> Block
         *([f"block.uses = {cpp.integer(block.uses)};"] if block.uses is not None else []),
     ]
     table, enum = f"k{type_name}Weights", f"{type_name}Weight"
-    facts += [_fact("block.weights", table, enum, weight, names) for weight in block.weights]
+    if any(INDEX in expr_names(expr) for weight in block.weights for expr in expressions(weight)):
+        facts.append(f"add_kinds(block, {_layers(block, names)}, [&](std::int64_t i) {{")
+        facts.append("    std::vector<WeightDesc> weights;")
+        facts += ["    " + _fact("weights", table, enum, weight, names) for weight in block.weights]
+        facts += ["    return weights;", "});"]
+    else:
+        facts += [_fact("block.weights", table, enum, weight, names) for weight in block.weights]
+        facts += [f"keep_layers(block, {_layers(block, names)});"] if block.at is not None else []
     fields = [cpp.identifier(weight.id) for weight in block.weights]
     members = [
         (f"Tensor {field};", _shape_text(weight)) for field, weight in zip(fields, block.weights, strict=True)
@@ -190,10 +199,19 @@ def _block(block: Block, type_name: str, names: dict[str, cpp.Spelled]) -> Block
     )
 
 
-def _backward(weight: str | None, block: str | None) -> str:
+def _layers(block: Block, names: dict[str, cpp.Spelled]) -> str:
+    """The indices of a stack that exist."""
+    if block.at is None:
+        return "all_layers(block)"
+    if isinstance(block.at, tuple):
+        return f"layers_of(block, {{{', '.join(map(cpp.integer, block.at))}}})"
+    return f"layers_where(block, [&](std::int64_t i) {{ return {cpp.condition(block.at, names)}; }})"
+
+
+def _backward(weight: str | None, blocks: Sequence[str]) -> str:
     if weight is not None:
         return f"after_weight(Weight::{cpp.identifier(weight)}),"
-    return f"after_blocks(Block::{cpp.identifier(block or '')}),"
+    return f"after_blocks({{{', '.join(f'Block::{cpp.identifier(block)}' for block in blocks)}}}),"
 
 
 # Strategies

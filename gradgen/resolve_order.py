@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradgen.diagnostics import did_you_mean, plain, quote
 from gradgen.model import Backward, Strategy
 from gradgen.scope import Scope
@@ -21,8 +23,8 @@ def backward(scope: Scope) -> tuple[Backward, ...]:
     known = {"weight": list(data.get("weights") or {}), "block": list(data.get("blocks") or {})}
     if "backward" not in data:
         place = scope.place()
-        forward = [Backward(w, None, place) for w in known["weight"]]
-        forward += [Backward(None, b, place) for b in known["block"]]
+        forward = [Backward(w, (), place) for w in known["weight"]]
+        forward += [Backward(None, ids, place) for ids in _together(data.get("blocks") or {})]
         return tuple(forward[::-1])
     out: list[Backward] = []
     seen: dict[tuple[str, str], int] = {}
@@ -32,25 +34,29 @@ def backward(scope: Scope) -> tuple[Backward, ...]:
         if item is None:
             continue
         what, other = ("weight", "block") if isinstance(item, str) else ("block", "weight")
-        name = item if isinstance(item, str) else str(item["block"])
         place = scope.place("backward", i)
-        if name not in ids[what]:
-            hint = did_you_mean(name, known[what])
-            if name in ids[other]:
-                meant.add((other, name))
-                hint = f"write {plain(name)}"
-                if what == "weight":
-                    hint = f"it is a block: write {{block: {plain(name)}}}"
-            elif hint:
-                meant.add((what, hint.split("'")[1]))
-            scope.add(place, f"backward names the unknown {what} {quote(name)}", "unknown-weight", hint)
-        elif (what, name) in seen:
-            hint = f"item {seen[what, name]} says it already; declare `uses` for several contributions"
-            scope.add(place, f"backward names {what} {quote(name)} twice", "backward-order", hint)
-        else:
-            seen[what, name] = i + 1
-            weight, block = (name, None) if what == "weight" else (None, name)
-            out.append(Backward(weight, block, place))
+        good: list[str] = []
+        for name in _names(item):
+            if name not in ids[what]:
+                hint = did_you_mean(name, known[what])
+                if name in ids[other]:
+                    meant.add((other, name))
+                    hint = f"write {plain(name)}"
+                    if what == "weight":
+                        hint = f"it is a block: write {{block: {plain(name)}}}"
+                elif hint:
+                    meant.add((what, hint.split("'")[1]))
+                scope.add(place, f"backward names the unknown {what} {quote(name)}", "unknown-weight", hint)
+            elif (what, name) in seen:
+                hint = f"item {seen[what, name]} says it already; declare `uses` for several contributions"
+                scope.add(place, f"backward names {what} {quote(name)} twice", "backward-order", hint)
+            else:
+                seen[what, name] = i + 1
+                good.append(name)
+        if good:
+            out.append(
+                Backward(good[0], (), place) if what == "weight" else Backward(None, tuple(good), place)
+            )
     if None not in data["backward"]:
         for what, names in known.items():
             for name in (name for name in names if (what, name) not in seen and (what, name) not in meant):
@@ -59,6 +65,21 @@ def backward(scope: Scope) -> tuple[Backward, ...]:
                 hint = f"put {item} where its gradients become ready"
                 scope.add(scope.key("backward"), message, "backward-order", hint)
     return tuple(out)
+
+
+def _names(item: Any) -> list[str]:
+    """The ids that an item of `backward` names."""
+    if isinstance(item, str):
+        return [item]
+    return [str(name) for name in item["block"]] if isinstance(item["block"], list) else [str(item["block"])]
+
+
+def _together(blocks: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Ids of blocks, those with one checkpoint name in one group, where the first of them stands."""
+    groups: dict[str, list[str]] = {}
+    for id, entry in blocks.items():
+        groups.setdefault(str(entry["name"]), []).append(id)
+    return [tuple(ids) for ids in groups.values()]
 
 
 def strategies(scope: Scope) -> tuple[Strategy, ...]:

@@ -49,8 +49,25 @@ def block(scope: Scope, id: str, data: dict[str, Any]) -> Block:
     if isinstance(data["count"], int) and data["count"] < 1:
         message = f"block {quote(id)} has a count of {data['count']}"
         scope.add(scope.place(*path, "count"), message, "too-small", "a stack has at least one block")
+    scope.inside = True
+    at = _at(scope, (*path, "at"), data.get("at"), count)
     weights = tuple(weight(scope, (*path, "weights", w), w, entry) for w, entry in data["weights"].items())
-    return Block(id, count, name, weights, place, data.get("uses"))
+    scope.inside = False
+    return Block(id, count, name, weights, place, data.get("uses"), at)
+
+
+def _at(scope: Scope, path: PathKey, value: Any, count: Expr) -> Expr | tuple[int, ...] | None:
+    """Which blocks of a stack exist."""
+    if not isinstance(value, list):
+        at = scope.optional_condition(path, value)
+        return None if at == Bool(True) else at
+    for i, index in enumerate(value):
+        if index in value[:i]:
+            scope.add(scope.place(*path, i), f"the index {index} twice", "index", "leave one out")
+        elif isinstance(count, Num) and index >= count.value:
+            hint = "indices are 0 to count - 1"
+            scope.add(scope.place(*path, i), f"the index {index} in a stack of {count.value}", "index", hint)
+    return tuple(sorted(value))
 
 
 def _checkpoint_name(scope: Scope, path: PathKey, name: str, index: bool) -> bool:

@@ -142,7 +142,7 @@ def _value(kind: str, what: str, value: Any, wanted: Any) -> tuple[str, str, str
         )
     if kind == "minimum":
         return f"{what} is {quote(value)}", "too-small", f"it must be at least {wanted}"
-    if kind in ("minProperties", "minLength"):
+    if kind in ("minProperties", "minLength", "minItems"):
         return f"{what} is empty", "empty", "give it something, or leave the key out"
     if kind == "maxProperties":
         return f"{what} has {len(value)} keys", "too-many", f"{wanted} is allowed"

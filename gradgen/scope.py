@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from gradgen.diagnostics import Diagnostic, quote, suggest
-from gradgen.expr import Bool, Expr, ExprError, Num, names, parse
+from gradgen.expr import INDEX, Bool, Expr, ExprError, Num, names, parse
 from gradgen.expr_types import INTEGER, TRUTH, kind
 from gradgen.identifiers import bad_identifier
 from gradgen.model import Place
@@ -24,6 +24,7 @@ class Scope:
         self.dims: dict[str, Any] = source.data.get("dims") or {}
         self.flags: dict[str, Any] = source.data.get("flags") or {}
         self.kinds = {**dict.fromkeys(self.dims, INTEGER), **dict.fromkeys(self.flags, TRUTH)}
+        self.inside = False  # of a block, where expressions may name its index
 
     def add(self, place: Place, message: str, code: str, hint: str = "") -> None:
         self.found.append(Diagnostic(place, message, code, hint))
@@ -60,11 +61,14 @@ class Scope:
             message = f"{quote(value)} is no expression: {error.message}"
             self.add(self._inside(place, str(value), error.offset), message, "expression")
             return BROKEN
-        scope = self.kinds if known is None else known
+        kinds = {**self.kinds, INDEX: INTEGER} if self.inside else self.kinds
+        scope = kinds if known is None else known
         unknown = sorted(name for name in names(expr) if name not in scope)
         for name in unknown:
             what = "dim" if known is not None else "dim or flag"
             hint = suggest(name, scope) or "declare it"
+            if name == INDEX:
+                hint = "the index of a block stands in `at` and in shapes and conditions of its weights"
             if known is not None and name in self.flags:
                 hint = "it is a flag; only dims may stand here"
             at = self._inside(place, str(value), str(value).find(name))
@@ -72,7 +76,7 @@ class Scope:
         if unknown:
             return BROKEN
         try:
-            got = kind(expr, self.kinds)
+            got = kind(expr, kinds)
         except ExprError as error:
             self.add(place, error.message, "expression-type")
             return BROKEN

@@ -51,12 +51,15 @@ def model_to_json(model: Model) -> str:
                 count=to_text(b.count),
                 name=b.name,
                 uses=b.uses,
+                exists=list(b.at) if isinstance(b.at, tuple) else _text(b.at),
                 weights=[_weight(w) for w in b.weights],
                 at=_at(b.place),
             )
             for b in model.blocks
         ],
-        "backward": [_clean(weight=b.weight, block=b.block, at=_at(b.place)) for b in model.backward],
+        "backward": [
+            _clean(weight=b.weight, blocks=list(b.blocks) or None, at=_at(b.place)) for b in model.backward
+        ],
         "strategies": [
             _clean(
                 id=s.id, blocks=s.blocks, non_blocks=s.non_blocks, collective=s.collective, at=_at(s.place)
@@ -120,10 +123,13 @@ def model_from_json(text: str) -> Model:
                 tuple(map(weight, b["weights"])),
                 place(b),
                 b.get("uses"),
+                _exists(b.get("exists")),
             )
             for b in data["blocks"]
         ),
-        backward=tuple(Backward(b.get("weight"), b.get("block"), place(b)) for b in data["backward"]),
+        backward=tuple(
+            Backward(b.get("weight"), tuple(b.get("blocks", ())), place(b)) for b in data["backward"]
+        ),
         strategies=tuple(
             Strategy(s["id"], s["blocks"], s["non_blocks"], s["collective"], place(s))
             for s in data["strategies"]
@@ -151,6 +157,10 @@ def _weight(w: Weight) -> dict[str, Any]:
 
 def _clean(**entries: Any) -> dict[str, Any]:
     return {key: value for key, value in entries.items() if value is not None}
+
+
+def _exists(value: str | list[int] | None) -> Expr | tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, list) else _parse(value)
 
 
 def _at(place: Place) -> list[int]:

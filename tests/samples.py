@@ -63,8 +63,8 @@ def strategies() -> tuple[Strategy, ...]:
 
 
 def model(weights: tuple[Weight, ...] = (), blocks: tuple[Block, ...] = (), **parts: Any) -> Model:
-    order = [Backward(item.id, None, place(40)) for item in reversed(weights)]
-    order += [Backward(None, item.id, place(40)) for item in reversed(blocks)]
+    order = [Backward(item.id, (), place(40)) for item in reversed(weights)]
+    order += [Backward(None, (item.id,), place(40)) for item in reversed(blocks)]
     defaults: dict[str, Any] = {
         "name": "tiny",
         "summary": "A tiny decoder",
@@ -124,9 +124,9 @@ def tiny() -> Model:
             ),
         ),
         backward=tuple(
-            Backward(item, None, place(40))
+            Backward(item, (), place(40))
             if item not in ("decoder", "mtp_head")
-            else Backward(None, item, place(40))
+            else Backward(None, (item,), place(40))
             for item in ("lm_head", "final_norm", "mtp_head", "decoder", "position", "scale", "embedding")
         ),
     )

@@ -94,7 +94,7 @@ def test_places(model):
 
 
 def test_backward_defaults_to_the_reverse_of_what_is_declared(model):
-    order = [step.weight or step.block for step in model.backward]
+    order = [step.weight or step.blocks[0] for step in model.backward]
     assert order == ["last", "layer", "copy", "scale", "head", "embedding"]
 
 

@@ -6,7 +6,7 @@ namespace gradgen::models::llama {
 namespace {
 
 constexpr std::string_view kName = "llama";
-constexpr std::string_view kKey = "c5cacf796ddaf38c";  // of everything the spec means
+constexpr std::string_view kKey = "9d8c2f65b5219d5e";  // of everything the spec means
 
 constexpr std::array<std::string_view, 11> kConfigNames = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn",
         "tied_embeddings", "qkv_bias", "o_bias", "mlp_bias"};
@@ -166,7 +166,7 @@ ModelDesc describe([[maybe_unused]] const Config& c) {
     model.backward = {
         after_weight(Weight::lm_head),     // specs/llama.yaml:64
         after_weight(Weight::final_norm),  // specs/llama.yaml:64
-        after_blocks(Block::decoder),      // specs/llama.yaml:64
+        after_blocks({Block::decoder}),    // specs/llama.yaml:64
         after_weight(Weight::embedding),   // specs/llama.yaml:64
     };
     check_model(model);

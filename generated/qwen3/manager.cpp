@@ -6,7 +6,7 @@ namespace gradgen::models::qwen3 {
 namespace {
 
 constexpr std::string_view kName = "qwen3";
-constexpr std::string_view kKey = "e6c2acf316591ac2";  // of everything the spec means
+constexpr std::string_view kKey = "dddfaf8ea92fea7c";  // of everything the spec means
 
 constexpr std::array<std::string_view, 9> kConfigNames = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn",
         "tied_embeddings", "attention_bias"};
@@ -144,7 +144,7 @@ ModelDesc describe([[maybe_unused]] const Config& c) {
     model.backward = {
         after_weight(Weight::lm_head),     // specs/qwen3.yaml:55
         after_weight(Weight::final_norm),  // specs/qwen3.yaml:55
-        after_blocks(Block::decoder),      // specs/qwen3.yaml:55
+        after_blocks({Block::decoder}),    // specs/qwen3.yaml:55
         after_weight(Weight::embedding),   // specs/qwen3.yaml:55
     };
     check_model(model);

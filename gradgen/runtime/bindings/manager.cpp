@@ -1,4 +1,6 @@
 // Managers for Python. gradgen/manager.py adds what needs no C++: contexts, names, planning.
+#include <algorithm>
+
 #include "bind.h"
 #include "gradgen/error.h"
 
@@ -39,9 +41,10 @@ std::string block_name(const EngineManager& self, int block, std::int64_t layer)
     return self.model().blocks[static_cast<std::size_t>(block)].id + " " + std::to_string(layer);
 }
 
-std::vector<int> written_indices(const EngineManager& self, int block, const std::vector<std::string>& ids) {
+std::vector<int> written_indices(const EngineManager& self, int block, std::int64_t layer,
+                                 const std::vector<std::string>& ids) {
     std::vector<int> out;
-    const auto& weights = self.model().blocks[static_cast<std::size_t>(block)].weights;
+    const auto& weights = self.block_weights(block, layer);
     for (const std::string& id : ids) {
         std::size_t w = 0;
         while (w < weights.size() && weights[w].id != id) ++w;
@@ -144,7 +147,7 @@ void bind_manager(py::module_& m) {
                 const int b = block_index(self, block);
                 const std::int64_t l = index_from(layer, "layer");
                 std::vector<int> indices;
-                if (written) indices = written_indices(self, b, *written);
+                if (written) indices = written_indices(self, b, l, *written);
                 py::gil_scoped_release release;
                 if (written)
                     self.notify_block(b, l, indices);
@@ -242,6 +245,18 @@ void bind_manager(py::module_& m) {
                                [](const EngineManager& self) {
                                    py::dict out;
                                    for (const auto& b : self.model().blocks) out[py::str(b.id)] = b.count;
+                                   return out;
+                               })
+        .def_property_readonly("layers",
+                               [](const EngineManager& self) {
+                                   py::dict out;
+                                   for (const auto& b : self.model().blocks) {
+                                       std::vector<std::int64_t> layers;
+                                       for (const auto& kind : b.kinds)
+                                           layers.insert(layers.end(), kind.layers.begin(), kind.layers.end());
+                                       std::sort(layers.begin(), layers.end());
+                                       out[py::str(b.id)] = py::tuple(py::cast(layers));
+                                   }
                                    return out;
                                })
         .def_property_readonly("dtype",

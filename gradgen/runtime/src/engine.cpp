@@ -34,19 +34,36 @@ void EngineManager::require_inside(const char* call, const std::string& what) co
             " outside of a micro-step; call start_micro_step(i, n) first, or use `with grads.micro_step(i, n)`");
 }
 
-int EngineManager::unit_of_block(int block, std::int64_t layer) const {
+std::size_t EngineManager::kind_of(int block, std::int64_t layer) const {
     if (block < 0 || block >= static_cast<int>(model_.blocks.size()))
         throw std::out_of_range(model_.name + ": no block kind " + std::to_string(block) + "; there are " +
                                 std::to_string(model_.blocks.size()));
-    const auto& units = block_unit_[static_cast<std::size_t>(block)];
-    const std::string& id = model_.blocks[static_cast<std::size_t>(block)].id;
-    if (layer < 0 || layer >= static_cast<std::int64_t>(units.size()))
-        throw std::out_of_range(model_.name + ": block '" + id + "' has layers 0 to " +
-                                std::to_string(static_cast<std::int64_t>(units.size()) - 1) + ", got " +
-                                std::to_string(layer));
-    const int unit = units[static_cast<std::size_t>(layer)];
+    const auto& kinds = block_kind_[static_cast<std::size_t>(block)];
+    const auto count = static_cast<std::int64_t>(kinds.size());
+    if (layer >= 0 && layer < count && kinds[static_cast<std::size_t>(layer)] >= 0)
+        return static_cast<std::size_t>(kinds[static_cast<std::size_t>(layer)]);
+    std::vector<std::int64_t> layers;
+    for (std::int64_t i = 0; i < count; ++i)
+        if (kinds[static_cast<std::size_t>(i)] >= 0) layers.push_back(i);
+    const bool all = static_cast<std::int64_t>(layers.size()) == count;
+    const std::string has = layers.empty() ? "no layers in this configuration"
+                            : all          ? "layers 0 to " + std::to_string(count - 1)
+                                           : "layers " + spans(layers);
+    throw std::out_of_range(model_.name + ": block '" + model_.blocks[static_cast<std::size_t>(block)].id + "' has " +
+                            has + ", got " + std::to_string(layer));
+}
+
+const std::vector<WeightDesc>& EngineManager::block_weights(int block, std::int64_t layer) const {
+    const std::size_t kind = kind_of(block, layer);
+    return model_.blocks[static_cast<std::size_t>(block)].kinds[kind].weights;
+}
+
+int EngineManager::unit_of_block(int block, std::int64_t layer) const {
+    (void)kind_of(block, layer);
+    const int unit = block_unit_[static_cast<std::size_t>(block)][static_cast<std::size_t>(layer)];
     if (unit < 0)
-        throw StateError(model_.name + ": block '" + id + "' has no trainable weight, so it has no gradients");
+        throw StateError(model_.name + ": block '" + model_.blocks[static_cast<std::size_t>(block)].id +
+                         "' has no trainable weight, so it has no gradients");
     return unit;
 }
 

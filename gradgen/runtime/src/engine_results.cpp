@@ -449,7 +449,7 @@ std::vector<std::pair<std::string, TensorShard>> EngineManager::named_gradients(
         for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer) {
             if (block_unit_[b][static_cast<std::size_t>(layer)] < 0) continue;
             const TensorContainer shards = block_shard(static_cast<int>(b), layer);
-            for (const WeightDesc& desc : model_.blocks[b].weights)
+            for (const WeightDesc& desc : block_weights(static_cast<int>(b), layer))
                 if (const TensorShard* shard = shards.find(desc.id))
                     out.emplace_back(full_name(static_cast<int>(b), layer, desc), *shard);
         }
@@ -468,9 +468,11 @@ std::vector<WeightRecord> EngineManager::weights() const {
     };
     for (const WeightDesc& d : model_.weights) add(-1, -1, d, model_.weights);
     for (std::size_t b = 0; b < model_.blocks.size(); ++b)
-        for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer)
-            for (const WeightDesc& d : model_.blocks[b].weights)
-                add(static_cast<int>(b), layer, d, model_.blocks[b].weights);
+        for (std::int64_t layer = 0; layer < model_.blocks[b].count; ++layer) {
+            if (block_kind_[b][static_cast<std::size_t>(layer)] < 0) continue;
+            const std::vector<WeightDesc>& family = block_weights(static_cast<int>(b), layer);
+            for (const WeightDesc& d : family) add(static_cast<int>(b), layer, d, family);
+        }
     return out;
 }
 

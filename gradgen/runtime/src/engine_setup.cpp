@@ -127,22 +127,32 @@ DType EngineManager::wire(bool sharded) const {
 
 void EngineManager::make_units() {
     const int world = comm_->world_size(), rank = comm_->rank();
-    std::vector<std::uint32_t> uid(model_.blocks.size());
+    std::vector<std::uint32_t> uid(model_.blocks.size()), stride(model_.blocks.size(), 0);
+    std::vector<std::size_t> first_kind(model_.blocks.size());  // in layouts_
     auto next_uid = static_cast<std::uint32_t>(model_.weights.size());
     for (std::size_t w = 0; w < model_.weights.size(); ++w) {
         layouts_.push_back(layout_weight(model_.weights[w], static_cast<int>(w), world, rank));
     }
     for (std::size_t b = 0; b < model_.blocks.size(); ++b) {
-        layouts_.push_back(layout_block(model_.blocks[b], world, rank));
+        BlockDesc& block = model_.blocks[b];
+        block.kinds = kinds_of(block);
+        first_kind[b] = layouts_.size();
+        block_unit_.emplace_back(static_cast<std::size_t>(block.count), -1);
+        block_kind_.emplace_back(static_cast<std::size_t>(block.count), -1);
+        for (std::size_t k = 0; k < block.kinds.size(); ++k) {
+            layouts_.push_back(layout_kind(block.kinds[k].weights, world, rank));
+            stride[b] = std::max(stride[b], static_cast<std::uint32_t>(block.kinds[k].weights.size()));
+            for (const std::int64_t layer : block.kinds[k].layers)
+                block_kind_[b][static_cast<std::size_t>(layer)] = static_cast<int>(k);
+        }
         uid[b] = next_uid;
-        next_uid += static_cast<std::uint32_t>(model_.blocks[b].count *
-                                               static_cast<std::int64_t>(model_.blocks[b].weights.size()));
-        block_unit_.emplace_back(static_cast<std::size_t>(model_.blocks[b].count), -1);
+        next_uid += static_cast<std::uint32_t>(block.count) * stride[b];
     }
-    const auto add = [&](int block, std::int64_t index, int kind, Placement placement, std::uint32_t uid_base,
-                         const std::string& name) {
+    const auto add = [&](int block, std::size_t variant, std::int64_t index, int kind, Placement placement,
+                         std::uint32_t uid_base, const std::string& name) {
         Unit unit;
-        unit.block = block, unit.index = index, unit.kind = kind, unit.name = name, unit.uid_base = uid_base;
+        unit.block = block, unit.variant = variant, unit.index = index, unit.kind = kind, unit.name = name,
+        unit.uid_base = uid_base;
         unit.placement = world == 1 ? Placement::full : placement;
         const auto whole = [&](const WeightSlot& s) {
             return world > 1 && weight_desc(unit, s).shard == ShardKind::whole;
@@ -178,30 +188,34 @@ void EngineManager::make_units() {
         return d.present && d.trainable;
     };
     for (const BackwardDesc& item : model_.backward)
-        if (item.block < 0 && usable(item.weight)) ++remaining[static_cast<std::size_t>(owner(item.weight))];
+        if (item.weight >= 0 && usable(item.weight)) ++remaining[static_cast<std::size_t>(owner(item.weight))];
     for (const BackwardDesc& item : model_.backward) {
-        if (item.block >= 0) {
-            const auto b = static_cast<std::size_t>(item.block);
-            const BlockDesc& block = model_.blocks[b];
-            const int kind = static_cast<int>(model_.weights.size() + b);
-            if (layouts_[static_cast<std::size_t>(kind)].slots.empty()) continue;
-            for (std::int64_t layer = block.count - 1; layer >= 0; --layer) {
-                const int u =
-                    add(item.block, layer, kind, strategy_.blocks,
-                        uid[b] + static_cast<std::uint32_t>(layer * static_cast<std::int64_t>(block.weights.size())),
-                        "block '" + block.id + "' layer " + std::to_string(layer));
-                units_[static_cast<std::size_t>(u)].uses = block.uses;
-                units_[static_cast<std::size_t>(u)].expected = std::max(1, block.uses);
-                units_[static_cast<std::size_t>(u)].strict = block.uses > 0;
-                block_unit_[b][static_cast<std::size_t>(layer)] = u;
-            }
+        if (item.weight < 0) {
+            std::int64_t count = 0;
+            for (const int b : item.blocks) count = std::max(count, model_.blocks[static_cast<std::size_t>(b)].count);
+            for (std::int64_t layer = count - 1; layer >= 0; --layer)
+                for (const int number : item.blocks) {
+                    const auto b = static_cast<std::size_t>(number), at = static_cast<std::size_t>(layer);
+                    const BlockDesc& block = model_.blocks[b];
+                    if (layer >= block.count || block_kind_[b][at] < 0) continue;
+                    const auto variant = static_cast<std::size_t>(block_kind_[b][at]);
+                    const std::size_t kind = first_kind[b] + variant;
+                    if (layouts_[kind].slots.empty()) continue;
+                    const int u = add(number, variant, layer, static_cast<int>(kind), strategy_.blocks,
+                                      uid[b] + static_cast<std::uint32_t>(layer) * stride[b],
+                                      "block '" + block.id + "' layer " + std::to_string(layer));
+                    units_[static_cast<std::size_t>(u)].uses = block.uses;
+                    units_[static_cast<std::size_t>(u)].expected = std::max(1, block.uses);
+                    units_[static_cast<std::size_t>(u)].strict = block.uses > 0;
+                    block_unit_[b][at] = u;
+                }
             continue;
         }
         if (!usable(item.weight)) continue;
         const auto o = static_cast<std::size_t>(owner(item.weight));
         weight_order_[static_cast<std::size_t>(item.weight)] = seen[o]++;
         if (--remaining[o] > 0) continue;
-        const int u = add(-1, static_cast<std::int64_t>(o), static_cast<int>(o), strategy_.non_blocks, 0,
+        const int u = add(-1, 0, static_cast<std::int64_t>(o), static_cast<int>(o), strategy_.non_blocks, 0,
                           "weight '" + model_.weights[o].id + "'");
         int expected = 0;
         bool declared = false;
@@ -370,7 +384,8 @@ std::string EngineManager::full_name(int block, std::int64_t layer, const Weight
 
 const WeightDesc& EngineManager::weight_desc(const Unit& unit, const WeightSlot& slot) const {
     const auto w = static_cast<std::size_t>(slot.weight);
-    return unit.block < 0 ? model_.weights[w] : model_.blocks[static_cast<std::size_t>(unit.block)].weights[w];
+    if (unit.block < 0) return model_.weights[w];
+    return model_.blocks[static_cast<std::size_t>(unit.block)].kinds[unit.variant].weights[w];
 }
 
 UnshardedGradientManager::UnshardedGradientManager(ModelDesc model, StrategyDesc strategy,

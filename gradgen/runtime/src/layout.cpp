@@ -160,12 +160,39 @@ std::vector<Segment> ArenaLayout::segments(int rank, std::uint32_t uid_base) con
     return out;
 }
 
-ArenaLayout layout_block(const BlockDesc& block, int world, int rank) {
-    std::vector<int> indices;
-    for (std::size_t i = 0; i < block.weights.size(); ++i) {
-        if (block.weights[i].owns_buffer()) indices.push_back(static_cast<int>(i));
+std::vector<BlockKind> kinds_of(const BlockDesc& block) {
+    if (!block.kinds.empty()) return block.kinds;
+    BlockKind all{{}, block.weights};
+    for (std::int64_t layer = 0; layer < block.count; ++layer) all.layers.push_back(layer);
+    return {all};
+}
+
+std::string kind_name(const BlockDesc& block, std::size_t kind) {
+    return block.kinds.size() < 2 ? block.id : block.id + "." + std::to_string(kind);
+}
+
+std::string spans(const std::vector<std::int64_t>& layers) {
+    std::string out;
+    for (std::size_t i = 0; i < layers.size();) {
+        std::size_t end = i + 1;
+        while (end < layers.size() && layers[end] == layers[end - 1] + 1) ++end;
+        out += (out.empty() ? "" : ",") + std::to_string(layers[i]);
+        if (end - i > 1) out += "-" + std::to_string(layers[end - 1]);
+        i = end;
     }
-    return layout(block.weights, indices, world, rank);
+    return out;
+}
+
+ArenaLayout layout_kind(const std::vector<WeightDesc>& weights, int world, int rank) {
+    std::vector<int> indices;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+        if (weights[i].owns_buffer()) indices.push_back(static_cast<int>(i));
+    }
+    return layout(weights, indices, world, rank);
+}
+
+ArenaLayout layout_block(const BlockDesc& block, int world, int rank) {
+    return layout_kind(block.weights, world, rank);
 }
 
 ArenaLayout layout_weight(const WeightDesc& weight, int index, int world, int rank) {
@@ -187,10 +214,22 @@ std::string describe_layout(const ModelDesc& model, int world) {
         describe_arena(out, layout_weight(weight, 0, world, 0), {weight});
     }
     for (const BlockDesc& block : model.blocks) {
-        const ArenaLayout arena = layout_block(block, world, 0);
-        if (arena.slots.empty() || block.count < 1) continue;
-        out << "block " << block.id << " count " << block.count;
-        describe_arena(out, arena, block.weights);
+        if (block.kinds.empty()) {
+            const ArenaLayout arena = layout_block(block, world, 0);
+            if (arena.slots.empty() || block.count < 1) continue;
+            out << "block " << block.id << " count " << block.count;
+            describe_arena(out, arena, block.weights);
+        }
+        for (std::size_t k = 0; k < block.kinds.size(); ++k) {
+            const BlockKind& kind = block.kinds[k];
+            const ArenaLayout arena = layout_kind(kind.weights, world, 0);
+            if (arena.slots.empty() || kind.layers.empty()) continue;
+            const auto count = static_cast<std::int64_t>(kind.layers.size());
+            const bool leading = kind.layers.back() == count - 1;  // all from the first on
+            out << "block " << kind_name(block, k)
+                << (leading ? " count " + std::to_string(count) : " layers " + spans(kind.layers));
+            describe_arena(out, arena, kind.weights);
+        }
     }
     return out.str();
 }

@@ -106,6 +106,8 @@ class EngineManager : public GradientManager {
     void fail(const std::string& why);
     void close();
 
+    /// The weights of one block. Throws std::out_of_range for a layer that the stack does not have.
+    const std::vector<WeightDesc>& block_weights(int block, std::int64_t layer) const;
     const ModelDesc& model() const { return model_; }
     const StrategyDesc& strategy() const { return strategy_; }
     const Options& options() const { return options_; }
@@ -129,7 +131,8 @@ class EngineManager : public GradientManager {
 
     struct Unit {
         int block = -1;
-        std::int64_t index = 0;  // layer, or weight
+        std::size_t variant = 0;  // of the block's kinds
+        std::int64_t index = 0;   // layer, or weight
         std::string name;
         int kind = 0;                // index into layouts_
         std::uint32_t uid_base = 0;  // of its weights, in the random counter
@@ -185,6 +188,7 @@ class EngineManager : public GradientManager {
     // engine.cpp: calls and their rules
     class Guard;
     void require_inside(const char* call, const std::string& what) const;
+    std::size_t kind_of(int block, std::int64_t layer) const;
     int unit_of_block(int block, std::int64_t layer) const;
     int unit_of_weight(int weight) const;
     bool visit(Unit& unit, int weight);
@@ -256,11 +260,12 @@ class EngineManager : public GradientManager {
     bool direct_ = true;
     std::uint64_t model_key_ = 0;
 
-    std::vector<ArenaLayout> layouts_;  // non-block weights, then block kinds
-    std::vector<Unit> units_;           // in plan order
-    std::vector<int> weight_unit_;      // by weight; -1: no buffer of its own or tied to none
-    std::vector<int> weight_order_;     // position among the weights that share its buffer, in backward order
-    std::vector<std::vector<int>> block_unit_;
+    std::vector<ArenaLayout> layouts_;          // non-block weights, then the kinds of every block
+    std::vector<Unit> units_;                   // in plan order
+    std::vector<int> weight_unit_;              // by weight; -1: no buffer of its own or tied to none
+    std::vector<int> weight_order_;             // position among the weights that share its buffer, in backward order
+    std::vector<std::vector<int>> block_unit_;  // by block and layer; -1: none
+    std::vector<std::vector<int>> block_kind_;  // the same; -1: no such block
     std::vector<Slot> slots_;
     int block_slots_ = 0;
     Slot full_exchange_;

@@ -28,7 +28,14 @@ struct WeightDesc {
     std::int64_t rows = 1;  // unit of `rows`
     std::string place;      // file:line of the spec
     std::int64_t numel() const;
+    bool operator==(const WeightDesc&) const = default;
     bool owns_buffer() const { return present && trainable && tied_to.empty(); }
+};
+
+/// Blocks of a stack that have equal weights.
+struct BlockKind {
+    std::vector<std::int64_t> layers;  // their indices, ascending
+    std::vector<WeightDesc> weights;
 };
 
 struct BlockDesc {
@@ -36,13 +43,22 @@ struct BlockDesc {
     std::string name;  // with {i}
     std::int64_t count = 0;
     int uses = 0;
-    std::vector<WeightDesc> weights;
+    std::vector<WeightDesc> weights;  // of all its blocks, where they are alike and all of them exist
+    std::vector<BlockKind> kinds;     // otherwise
 };
 
-/// One step of the backward order: a weight (block < 0) or a whole stack.
+/// The kinds of a stack; one of all layers where `kinds` is empty.
+std::vector<BlockKind> kinds_of(const BlockDesc& block);
+/// "decoder", or "decoder.1" where a stack has several kinds.
+std::string kind_name(const BlockDesc& block, std::size_t kind);
+/// "0,3-23" of ascending indices.
+std::string spans(const std::vector<std::int64_t>& layers);
+
+/// One step of the backward order: a weight, or stacks that are visited together: the highest index first, at one index
+/// in the order of `blocks`.
 struct BackwardDesc {
     int weight = -1;
-    int block = -1;
+    std::vector<int> blocks;
 };
 
 enum class Placement : std::uint8_t { full, sharded };
@@ -88,7 +104,8 @@ struct ArenaLayout {
     std::vector<std::vector<WeightSlot>> by_rank;  // slots for every rank
 };
 
-ArenaLayout layout_block(const BlockDesc& block, int world, int rank);
+ArenaLayout layout_block(const BlockDesc& block, int world, int rank);  // of a stack with one kind
+ArenaLayout layout_kind(const std::vector<WeightDesc>& weights, int world, int rank);
 ArenaLayout layout_weight(const WeightDesc& weight, int index, int world, int rank);
 
 /// Canonical text of a layout, compared with the planner's: one line a unit kind, one a weight.

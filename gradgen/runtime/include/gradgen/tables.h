@@ -52,12 +52,13 @@ void add(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows,
     WeightDesc& desc = out.emplace_back();
     desc.id = row.name;
     desc.name = row.checkpoint;
-    if (facts.present) {
-        desc.shape = shape;
-    } else {
-        desc.shape = {0};  // no storage, whatever its dimensions would be
-    }
+    desc.place = row.place;
     desc.present = facts.present;
+    if (!facts.present) {
+        desc.shape = {0};  // no storage, whatever its dimensions would be
+        return;
+    }
+    desc.shape = shape;
     desc.trainable = facts.trainable;
     desc.zero = facts.zero;
     desc.tied_to = facts.tied_to;
@@ -65,7 +66,6 @@ void add(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows,
     desc.may_be_absent = facts.may_be_absent;
     desc.shard = facts.shard;
     desc.rows = facts.rows;
-    desc.place = row.place;
 }
 
 /// Describes a weight that the configuration leaves out and whose shape cannot be computed then.
@@ -74,17 +74,51 @@ void add_absent(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>
     add(out, rows, id, {}, {.present = false});
 }
 
+constexpr std::int64_t kMaxLayers = std::int64_t{1} << 20;  // of a stack whose blocks are told apart one by one
+
+/// The indices of a stack: all, some, or those for which a condition holds. They ascend.
+std::vector<std::int64_t> all_layers(const BlockDesc& block);
+std::vector<std::int64_t> layers_of(const BlockDesc& block, std::vector<std::int64_t> layers);
+template <class Condition>
+std::vector<std::int64_t> layers_where(const BlockDesc& block, const Condition& condition) {
+    std::vector<std::int64_t> out = all_layers(block);
+    std::erase_if(out, [&](std::int64_t i) { return !condition(i); });
+    return out;
+}
+
+/// Only these blocks of a stack exist; all have the weights that were added.
+inline void keep_layers(BlockDesc& block, std::vector<std::int64_t> layers) {
+    block.kinds = {{std::move(layers), block.weights}};
+}
+
+/// Groups blocks with equal weights, in the order of their first layers. `weights_of(i)` describes those of one block.
+template <class Describe>
+void add_kinds(BlockDesc& block, const std::vector<std::int64_t>& layers, const Describe& weights_of) {
+    for (const std::int64_t i : layers) {
+        std::vector<WeightDesc> weights = weights_of(i);
+        const auto same = std::find_if(block.kinds.begin(), block.kinds.end(),
+                                       [&](const BlockKind& k) { return k.weights == weights; });
+        if (same != block.kinds.end())
+            same->layers.push_back(i);
+        else
+            block.kinds.push_back({{i}, std::move(weights)});
+    }
+    if (block.kinds.empty()) block.kinds.emplace_back();
+}
+
 /// Throws ConfigError for a tie to a weight that the configuration leaves out, and for sizes that cannot be.
 void check_model(const ModelDesc& model);
 
 // One step of the backward order.
 template <class Id>
 BackwardDesc after_weight(Id id) {
-    return {.weight = static_cast<int>(id), .block = -1};
+    return {.weight = static_cast<int>(id), .blocks = {}};
 }
 template <class Id>
-BackwardDesc after_blocks(Id id) {
-    return {.weight = -1, .block = static_cast<int>(id)};
+BackwardDesc after_blocks(std::initializer_list<Id> ids) {
+    BackwardDesc out;
+    for (const Id id : ids) out.blocks.push_back(static_cast<int>(id));
+    return out;
 }
 
 /// Tensor of a block's weight; empty when the configuration leaves the weight out.
