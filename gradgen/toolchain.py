@@ -29,7 +29,7 @@ ROLES = {
     "model": ("-O2", "-fvisibility=hidden"),
     "module": ("-O1", "-fvisibility=hidden"),  # calls that Python makes once
 }
-LINK = ("-shared", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
+LINK = ("-shared", "-Wl,-s", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
 
 
 class ToolchainMissing(BuildError):
