@@ -221,6 +221,30 @@ class BaseGradientManager:
         """Sets the divisor of the current step, for example the global token count once it is known. A number or a 0-dim tensor."""
         self._native.set_divide(_divide(divide))
 
+    # Saving and resuming
+
+    @property
+    def next_micro_step(self) -> int:
+        """The micro-step that comes next in this step: after load_state_dict, where to go on."""
+        return int(self._native.next_micro_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the step so far, between micro-steps or after the last: numbers, and flat copies of what was summed,
+        by checkpoint name (torch tensors where torch is imported, else NumPy arrays). Padding is not in it. Every rank calls it.
+        """
+        from gradgen.state import save
+
+        return save(self._native)
+
+    def load_state_dict(self, states: Any) -> None:
+        """Goes on where `states` was saved: this rank's state_dict, or a list of those of all ranks of the run that saved, whose
+        number may be another. Collective. What cannot be restored exactly raises ValueError (MismatchError on the other ranks), and
+        all ranks are then as after zero_grad().
+        """
+        from gradgen.state import load
+
+        load(self._native, states)
+
     # What is known
 
     @property

@@ -101,10 +101,11 @@ void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optio
     if (micro_step == 0) {
         clear_step();
         divide_ = options_.divide.value_or(comm_->world_size());
+        divide_given_ = divide_fixed_ = false;
         trace_.clear();
         on_first_micro_step();
     }
-    if (divide) divide_ = *divide;
+    if (divide) require_free_divisor(), divide_ = *divide, divide_given_ = true;
     for (Unit& unit : units_) unit.status = Status::idle, unit.visits = 0;
     std::fill(weight_visits_.begin(), weight_visits_.end(), 0);
     next_ = 0;
@@ -124,7 +125,9 @@ void EngineManager::set_divide(double divide) {
             throw StateError(model_.name + ": " + unit.name +
                              " has been reduced with the old divisor already; set it before the first gradient of the "
                              "last micro-step");
+    require_free_divisor();
     divide_ = divide;
+    divide_given_ = true;
 }
 
 // Checks and counts a visit; true when the buffer already holds a contribution of this visit's sum.
