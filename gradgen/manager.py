@@ -56,10 +56,20 @@ class BaseConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **changes: int | bool) -> Any:
-        """From a transformers configuration (or a dict with its keys)."""
-        from gradgen.configure import from_hf
+        """From a transformers configuration (or a dict with its keys). Raises ConfigError that names the keys it lacks."""
+        from gradgen.configure import from_hf, missing_hf
 
-        return cls(**{**from_hf(cls._package.model(), config), **changes})
+        model = cls._package.model()
+        values = {**from_hf(model, config), **changes}
+        missing = missing_hf(model, values)
+        if missing:
+            from gradgen.diagnostics import ConfigError
+
+            raise ConfigError(
+                f"{model.name}: the configuration does not have {', '.join(missing)}; is it of another architecture? "
+                "What it lacks can be passed beside it: from_hf(config, dim=value)"
+            )
+        return cls(**values)
 
     if TYPE_CHECKING:  # the native class has it
 

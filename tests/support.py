@@ -28,6 +28,11 @@ def config(**changes: Any) -> Any:
     return model().Config(**{"hidden": 6, "vocab": 7, "layers": 3, **changes})
 
 
+def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
+    """A manager of the mini model on `comm`; None: one rank."""
+    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
+
+
 def run_ranks(
     world: int, body: Callable[[int, Any], Any], timeout: float = 20.0, expect_errors: bool = False
 ) -> list[Any]:

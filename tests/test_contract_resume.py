@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import gradgen
+from tests import support
 from tests.support import (
     STRATEGIES,
     assemble,
     config,
     fill_block,
     fill_weight,
-    model,
     outside,
     run_ranks,
     shards,
@@ -46,7 +46,7 @@ def arrays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def manager(comm: Any, strategy: str, **options: Any) -> Any:
     changes = {key: options.pop(key) for key in ("tied", "bias", "hidden") if key in options}
-    return model().GradientManager(config(**changes), comm, strategy=strategy, **options)
+    return support.manager(comm, strategy, config(**changes), **options)
 
 
 def noise(rank: int, m: int) -> float:

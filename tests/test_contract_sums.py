@@ -16,15 +16,11 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
-    model,
+    manager,
     run_ranks,
     shards,
     whole_step,
 )
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -152,10 +152,10 @@ bool EngineManager::visit(Unit& unit, int weight) {
 }
 
 WeightGradient EngineManager::get_non_block_full(int weight) {
-    Guard guard(*this, "get_non_block_full");
+    Guard guard(*this, "non_block_full");
     const int u = unit_of_weight(weight);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_non_block_full", unit.name);
+    require_inside("non_block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, weight);
         settle(u);
@@ -188,10 +188,10 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
 }
 
 BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
-    Guard guard(*this, "get_block_full");
+    Guard guard(*this, "block_full");
     const int u = unit_of_block(block, layer);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_block_full", unit.name);
+    require_inside("block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, -1);
         settle(u);
