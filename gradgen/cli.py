@@ -217,7 +217,7 @@ def build(
     default="group",
     show_default=True,
     metavar="T",
-    help="single, threads, shared (ranks of one host), or group (any hosts).",
+    help="single, threads, shared (ranks of one host), or group (any hosts: the one that needs memory to receive).",
 )
 @click.option("--block", metavar="NAME", help="Show the layout of one block or weight.")
 @as_json
@@ -227,6 +227,9 @@ def plan(spec: str, block: str | None, as_json: bool, values: dict[str, int | bo
     from gradgen.plan import plan as run
 
     result = run(spec, values=values, **settings)
+    chosen_by = click.get_current_context().get_parameter_source("transport")
+    if settings["dp"] > 1 and not as_json and chosen_by is click.core.ParameterSource.DEFAULT:
+        console.note("planned for ranks on any hosts; ranks of one host receive nothing: --transport shared")
     if as_json:
         data = result.to_json()
         chosen = result.arena(block).id if block else None

@@ -85,6 +85,22 @@ class Communicator:
         """In place: the sum over ranks, in rank order in fp32, rounded once."""
         self.native().all_reduce(tensor)
 
+    @property
+    def shares_memory(self) -> bool:
+        """True where ranks read each other's memory: `gather_in_place` works."""
+        return bool(self.native().shares_memory)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Zeroed host memory with the buffer protocol, which the other ranks can read in `gather_in_place`."""
+        return self.native().allocate(nbytes)
+
+    def gather_in_place(self, memory: Any, owned: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Every rank has memory of one layout from `allocate`, and rank r has written `owned[r]` of it, (first byte, bytes)
+        each: copies the others' parts from their memory into this rank's. One copy a byte. Raises StateError over a process group
+        that does not share memory, MismatchError when ranks pass different `owned`.
+        """
+        self.native().gather_in_place(memory, owned)
+
     def barrier(self) -> None:
         self.native().barrier()
 

@@ -59,10 +59,20 @@ class BaseConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **changes: int | bool) -> Any:
-        """From a transformers configuration (or a dict with its keys)."""
-        from gradgen.configure import from_hf
+        """From a transformers configuration (or a dict with its keys). Raises ConfigError that names the keys it lacks."""
+        from gradgen.configure import from_hf, missing_hf
 
-        return cls(**{**from_hf(cls._package.model(), config), **changes})
+        model = cls._package.model()
+        values = {**from_hf(model, config), **changes}
+        missing = missing_hf(model, values)
+        if missing:
+            from gradgen.diagnostics import ConfigError
+
+            raise ConfigError(
+                f"{model.name}: the configuration does not have {', '.join(missing)}; is it of another architecture? "
+                "What it lacks can be passed beside it: from_hf(config, dim=value)"
+            )
+        return cls(**values)
 
     if TYPE_CHECKING:  # the native class has it
 
@@ -246,6 +256,30 @@ class BaseGradientManager:
         if self.device == "cpu":
             raise UsageError("a manager on the CPU has no streams")
         self._native.choose(stream)
+
+    # Saving and resuming
+
+    @property
+    def next_micro_step(self) -> int:
+        """The micro-step that comes next in this step: after load_state_dict, where to go on."""
+        return int(self._native.next_micro_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the step so far, between micro-steps or after the last: numbers, and flat copies of what was summed,
+        by checkpoint name (torch tensors where torch is imported, else NumPy arrays). Padding is not in it. Every rank calls it.
+        """
+        from gradgen.state import save
+
+        return save(self._native)
+
+    def load_state_dict(self, states: Any) -> None:
+        """Goes on where `states` was saved: this rank's state_dict, or a list of those of all ranks of the run that saved, whose
+        number may be another. Collective. What cannot be restored exactly raises ValueError (MismatchError on the other ranks), and
+        all ranks are then as after zero_grad().
+        """
+        from gradgen.state import load
+
+        load(self._native, states)
 
     # What is known
 

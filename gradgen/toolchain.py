@@ -36,7 +36,7 @@ ROLES = {
 }
 # A compiler that links its C++ library statically (the CUDA runtime always is): what is inside must not mix with the
 # copy that torch brings.
-LINK = ("-shared", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
+LINK = ("-shared", "-Wl,-s", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ def config(**changes: Any) -> Any:
     return model().Config(**{"hidden": 6, "vocab": 7, "layers": 3, **changes})
 
 
+def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
+    """A manager of the mini model on `comm`; None: one rank."""
+    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
+
+
 def run_ranks(
     world: int, body: Callable[[int, Any], Any], timeout: float = 20.0, expect_errors: bool = False
 ) -> list[Any]:
@@ -204,21 +209,26 @@ def outside(grads: Any) -> list[str]:
     ]
 
 
+def visit_all(grads: Any, gradient: float) -> None:
+    """One micro-step's backward pass: every weight gets `gradient` everywhere (`twice` in two halves, ties in two)."""
+    tied = {w.id for w in grads.weights() if w.tied_to}
+    for name in ("lm_head", "spare", "logit_scale"):
+        if name in outside(grads):
+            fill_weight(grads, name, gradient / (2 if name in tied else 1))
+    for layer in reversed(range(grads.blocks["layer"])):
+        fill_block(grads, layer, gradient)
+    fill_weight(grads, "twice", gradient / 2)
+    fill_weight(grads, "twice", gradient / 2)
+    if "positions" in outside(grads):
+        fill_weight(grads, "positions", gradient)
+    fill_weight(grads, "embedding", gradient / (2 if tied else 1))
+
+
 def whole_step(grads: Any, micro_steps: int, gradient: Callable[[int], float], **options: Any) -> None:
-    """A step in which every weight gets gradient(micro_step) everywhere, once (`twice` in two halves, ties in two)."""
+    """A step in which every weight gets gradient(micro_step)."""
     for m in range(micro_steps):
         with grads.micro_step(m, micro_steps, **options):
-            tied = {w.id for w in grads.weights() if w.tied_to}
-            for name in ("lm_head", "spare", "logit_scale"):
-                if name in outside(grads):
-                    fill_weight(grads, name, gradient(m) / (2 if name in tied else 1))
-            for layer in reversed(range(grads.blocks["layer"])):
-                fill_block(grads, layer, gradient(m))
-            fill_weight(grads, "twice", gradient(m) / 2)
-            fill_weight(grads, "twice", gradient(m) / 2)
-            if "positions" in outside(grads):
-                fill_weight(grads, "positions", gradient(m))
-            fill_weight(grads, "embedding", gradient(m) / (2 if tied else 1))
+            visit_all(grads, gradient(m))
 
 
 def assemble(results: list[dict[str, tuple[int, tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
+    manager,
     model,
     on_host,
     run_ranks,
@@ -24,10 +25,6 @@ from tests.support import (
     whole_step,
     write,
 )
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 def random_step(grads: Any, rank: int, micro_steps: int, seed: int) -> dict[str, np.ndarray]:

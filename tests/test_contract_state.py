@@ -18,6 +18,7 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
+    manager,
     model,
     overwrite,
     run_ranks,
@@ -26,10 +27,6 @@ from tests.support import (
 )
 
 OUTSIDE = ("lm_head", "spare", "logit_scale", "twice", "positions", "embedding")
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 def refused(error: type[BaseException], match: str, call: Any, *args: Any) -> None:
@@ -43,7 +40,7 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     at = "mini: block 'layer' layer 1, micro-step 0 of 2"
     refused(
         gradgen.StateError,
-        "mini: get_block_full of block 'layer' layer 1 outside of a micro-step",
+        "mini: block_full of block 'layer' layer 1 outside of a micro-step",
         grads.block_full,
         1,
     )

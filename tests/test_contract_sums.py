@@ -17,7 +17,7 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
-    model,
+    manager,
     overwrite,
     run_ranks,
     shards,
@@ -25,10 +25,6 @@ from tests.support import (
     whole_step,
     write,
 )
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -53,6 +53,29 @@ def test_every_difference_is_listed_at_once() -> None:
     assert not grads.on_start and not grads.on_end
 
 
+def test_a_model_of_another_dtype_is_one_difference() -> None:
+    model, module, config = make("llama-tied")
+    with pytest.raises(AttachError) as caught:
+        attach(model.to(torch.bfloat16), manager(module, config))
+    count = len(list(model.parameters()))
+    assert caught.value.problems == (
+        f"{count} parameters, model.embed_tokens.weight the first: "
+        "dtype bfloat16 in the model, float32 in the manager (dtype=)",
+    )
+
+
+def test_a_configuration_that_lacks_keys_is_told_in_its_own_words() -> None:
+    model, module, _ = make("llama")
+    keys = {k: v for k, v in model.config.to_dict().items() if k not in ("vocab_size", "num_hidden_layers")}
+    with pytest.raises(
+        gradgen.ConfigError, match=r"does not have vocab_size \(vocab\), num_hidden_layers \(layers\);"
+    ):
+        module.Config.from_hf(keys)
+    with pytest.raises(gradgen.ConfigError, match=r"does not have vocab_size \(vocab\);"):
+        module.Config.from_hf(keys, layers=2)
+    assert module.Config.from_hf(keys, layers=2, vocab=9).values()["vocab"] == 9
+
+
 def test_a_tie_that_the_spec_does_not_know() -> None:
     model, module, config = make("llama")
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -94,7 +94,9 @@ void bind_manager(py::module_& m) {
              py::arg("seed") = 0, py::arg("divide") = py::none(), py::arg("block_buffers") = 2,
              py::arg("nonfinite") = "ignore", py::arg("poison") = false, py::arg("cuda") = -1,
              py::arg("offload") = false);
-    py::class_<EngineManager>(m, "GradientManager")
+    py::class_<EngineManager> manager(m, "GradientManager");
+    bind_state(manager);
+    manager
         .def("start_micro_step", &EngineManager::start_micro_step, py::arg("micro_step"), py::arg("micro_steps"),
              py::arg("divide") = py::none(), Unlocked())
         .def("set_divide", py::overload_cast<double>(&EngineManager::set_divide), Unlocked())
@@ -285,6 +287,7 @@ void bind_manager(py::module_& m) {
         .def_property_readonly("transport",
                                [](const EngineManager& self) { return std::string(self.communicator().transport()); })
         .def_property("step", &EngineManager::step, &EngineManager::set_step)
+        .def_property_readonly("next_micro_step", &EngineManager::next_micro_step)
         .def_property_readonly("accumulating", &EngineManager::accumulating)
         .def_property_readonly("skipped_steps", &EngineManager::skipped_steps)
         .def_property_readonly("step_skipped", &EngineManager::step_skipped);

@@ -206,8 +206,9 @@ class CudaBackend final : public Backend {
     }
     bool capturing() const override { return cuda::capture_of(caller_) != 0; }
 
-    void set_counters(std::int64_t step) override {
-        cuda::set_step(scalars(), static_cast<std::uint64_t>(step), caller_);
+    void set_counters(std::int64_t step, int micro_step) override {
+        cuda::set_counters(scalars(), {static_cast<std::uint64_t>(step), static_cast<std::uint32_t>(micro_step)},
+                           caller_);
     }
     void count_micro_step(bool first) override {
         in_capture_ = capturing();
@@ -240,6 +241,10 @@ class CudaBackend final : public Backend {
         ReduceStats total;
         read(&total, &scalars()->all, sizeof total);
         return total;
+    }
+    void write_total(const ReduceStats& total) override {
+        check(cudaMemcpyAsync(&scalars()->all, &total, sizeof total, cudaMemcpyHostToDevice, caller_), "a saved norm");
+        check(cudaStreamSynchronize(caller_), "a saved norm");
     }
     void scale_total(double factor) override { cuda::scale_total(scalars(), factor, caller_); }
     Tensor norm_tensor() override {

@@ -7,7 +7,7 @@
 namespace gradgen::cuda {
 namespace {
 
-__global__ void set_step_kernel(Scalars* s, std::uint64_t step) { s->counters = {step, 0}; }
+__global__ void set_kernel(Scalars* s, CudaCounters counters) { s->counters = counters; }
 
 __global__ void count_kernel(Scalars* s, Count what) {
     if (what == Count::first_micro_step) s->counters.micro_step = 0;
@@ -50,8 +50,8 @@ void launched(const char* what) { check(cudaGetLastError(), what); }
 
 }  // namespace
 
-void set_step(Scalars* scalars, std::uint64_t step, CudaStream stream) {
-    set_step_kernel<<<1, 1, 0, stream>>>(scalars, step);
+void set_counters(Scalars* scalars, const CudaCounters& counters, CudaStream stream) {
+    set_kernel<<<1, 1, 0, stream>>>(scalars, counters);
     launched("setting the step on the device");
 }
 

@@ -26,7 +26,7 @@ struct Totals {
 
 enum class Count : int { first_micro_step, next_micro_step, step };
 
-void set_step(Scalars* scalars, std::uint64_t step, CudaStream stream);
+void set_counters(Scalars* scalars, const CudaCounters& counters, CudaStream stream);
 void count(Scalars* scalars, Count what, CudaStream stream);
 /// scalars->divide = 1 / *number, computed in fp64.
 void set_divide(Scalars* scalars, const void* number, bool is_double, CudaStream stream);

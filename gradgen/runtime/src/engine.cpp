@@ -104,10 +104,11 @@ void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optio
         clear_step();
         divide_ = options_.divide.value_or(comm_->world_size());
         device_divide_ = false;
+        divide_given_ = divide_fixed_ = false;
         trace_.clear();
         on_first_micro_step();
     }
-    if (divide) divide_ = *divide;
+    if (divide) require_free_divisor(), divide_ = *divide, divide_given_ = true;
     for (Unit& unit : units_) unit.status = Status::idle, unit.visits = 0;
     std::fill(weight_visits_.begin(), weight_visits_.end(), 0);
     next_ = 0;
@@ -134,7 +135,9 @@ void EngineManager::set_divide(double divide) {
             throw StateError(model_.name + ": " + unit.name +
                              " has been reduced with the old divisor already; set it before the first gradient of the "
                              "last micro-step");
+    require_free_divisor();
     divide_ = divide;
+    divide_given_ = true;
     device_divide_ = false;
 }
 
@@ -150,7 +153,9 @@ void EngineManager::set_divide(const void* number, DType type) {
             throw StateError(model_.name + ": " + unit.name +
                              " has been reduced with the old divisor already; set it before the first gradient of the "
                              "last micro-step");
+    require_free_divisor();
     backend_->divide_by(number, type);
+    divide_given_ = true;
     device_divide_ = true;
 }
 
@@ -176,10 +181,10 @@ bool EngineManager::visit(Unit& unit, int weight) {
 }
 
 WeightGradient EngineManager::get_non_block_full(int weight) {
-    Guard guard(*this, "get_non_block_full");
+    Guard guard(*this, "non_block_full");
     const int u = unit_of_weight(weight);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_non_block_full", unit.name);
+    require_inside("non_block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, weight);
         settle(u);
@@ -212,10 +217,10 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
 }
 
 BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
-    Guard guard(*this, "get_block_full");
+    Guard guard(*this, "block_full");
     const int u = unit_of_block(block, layer);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_block_full", unit.name);
+    require_inside("block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, -1);
         settle(u);
@@ -401,7 +406,7 @@ void EngineManager::set_step(std::int64_t step) {
                                     std::to_string(step));
     if (accumulating()) throw StateError(model_.name + ": the step number cannot change inside a step");
     step_ = step;
-    backend_->set_counters(step);
+    backend_->set_counters(step, 0);
 }
 
 std::int64_t EngineManager::step() {

@@ -55,9 +55,13 @@ void EngineManager::gather_unit(std::size_t u, bool everything) {
     Offer offer;
     offer.data = arena;
     offer.slice_bytes = slice;
-    offer.tag = {
-        model_key_, step_, micro_step_, static_cast<std::int32_t>(u), 3, static_cast<std::uint32_t>(accumulator_),
-        slice};
+    offer.tag = {model_key_,
+                 step_,
+                 micro_step_,
+                 static_cast<std::int32_t>(u),
+                 kGatherGradients,
+                 static_cast<std::uint32_t>(accumulator_),
+                 slice};
     offer.what = "all_gather of " + unit.name;
     backend_->record(units_[u].ready, lane);
     offer.event = unit.ready.get();

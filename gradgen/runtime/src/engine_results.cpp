@@ -399,7 +399,7 @@ TensorShard EngineManager::shard_of(const Unit& unit, const WeightDesc& weight, 
 }
 
 TensorShard EngineManager::get_non_block_shard(int weight) {
-    Guard guard(*this, "get_non_block_shard");
+    Guard guard(*this, "non_block_shard");
     return weight_shard(weight);
 }
 
@@ -414,7 +414,7 @@ TensorShard EngineManager::weight_shard(int weight) {
 }
 
 TensorContainer EngineManager::get_block_shard(int block, std::int64_t layer) {
-    Guard guard(*this, "get_block_shard");
+    Guard guard(*this, "block_shard");
     return block_shard(block, layer);
 }
 

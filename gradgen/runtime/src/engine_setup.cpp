@@ -57,7 +57,7 @@ EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared
         make_units();
         prepare_lists();
         allocate();
-        backend_->set_counters(0);
+        backend_->set_counters(0, 0);
         model_key_ = fnv1a(model_.key + layout_text()) ^ comm_->next_manager() * 0x9E3779B97F4A7C15ull;
     } catch (const std::exception& error) {
         if (comm_->world_size() == 1) throw;

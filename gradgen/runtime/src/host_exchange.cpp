@@ -38,6 +38,8 @@ std::string hex(std::uint64_t value) {
 
 std::string collective_text(const Published& item) {
     if (item.kind != Kind::exchange) return to_text(item.kind);
+    if (item.tag.op == kGatherGradients) return "all_gather";
+    if (item.tag.op == kGatherInPlace) return "gather_in_place";
     switch (static_cast<Collective>(item.tag.op)) {
         case Collective::reduce_scatter:
             return "reduce_scatter";

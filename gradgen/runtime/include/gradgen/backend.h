@@ -95,7 +95,7 @@ class Backend {
     /// Whether the caller's stream is being captured into a CUDA graph.
     virtual bool capturing() const { return false; }
     /// Step and micro-step of random counters, kept on the device so that a replayed graph counts on.
-    virtual void set_counters(std::int64_t /*step*/) {}
+    virtual void set_counters(std::int64_t /*step*/, int /*micro_step*/) {}
     virtual void count_micro_step(bool /*first*/) {}
     virtual void count_step() {}
     virtual std::int64_t read_step() { return 0; }
@@ -110,6 +110,7 @@ class Backend {
     virtual void sum_totals(std::span<const void* const> /*of ranks*/, Lane) {}
     /// Sum of squares and count over all ranks. Blocks.
     virtual ReduceStats read_total() { return {}; }
+    virtual void write_total(const ReduceStats&) {}
     /// Gradients were multiplied: so is their norm.
     virtual void scale_total(double /*factor*/) {}
     /// The norm as one fp32 on the device.

@@ -25,11 +25,12 @@ struct OpTag {
     std::int64_t step = 0;
     std::int32_t micro_step = 0;
     std::int32_t unit = 0;    // index in plan order
-    std::int32_t op = 0;      // Collective
+    std::int32_t op = 0;      // Collective, or one of the two below
     std::uint32_t dtype = 0;  // wire dtype
     std::uint64_t bytes = 0;  // of the arena
     bool operator==(const OpTag&) const = default;
 };
+constexpr std::int32_t kGatherGradients = 3, kGatherInPlace = 4;
 
 /// A byte range of an arena that goes to one rank, and where it lies in that rank's packed slice.
 struct Piece {
@@ -53,6 +54,11 @@ struct Offer {
 };
 
 using Ticket = std::uint64_t;
+
+/// A part of memory that every rank lays out alike.
+struct ByteRange {
+    std::size_t begin = 0, bytes = 0;
+};
 
 class Communicator {
   public:
@@ -114,7 +120,18 @@ class Communicator {
     virtual void all_to_all(void* out, const void* in, std::size_t bytes) = 0;
     /// out = sum over ranks of slice `rank` of `in` (numel elements a slice), in rank order in fp32, rounded once.
     void reduce_scatter(void* out, const void* in, std::int64_t numel, DType dtype);
+    /// One tensor, or a container of any number in one exchange; transaction.h says more, and queues several.
+    void reduce_scatter(const Tensor& out, const Tensor& full);
+    void reduce_scatter(const TensorContainer& out, const TensorContainer& full);
     void all_reduce(void* data, std::int64_t numel, DType dtype);
+
+    /// True where ranks read each other's memory, so that gather_in_place() works.
+    virtual bool shares_memory() const { return false; }
+    /// `data`: `bytes` from allocate(), laid out alike on every rank, of which rank r has written owned[r] (the ranges
+    /// of two ranks do not overlap). Copies what the others own from their memory to the same place in this rank's:
+    /// one copy a byte, no buffer. Collective, blocking: when it returns, nobody reads this rank's memory any more.
+    void gather_in_place(void* data, std::size_t bytes, std::span<const std::vector<ByteRange>> owned,
+                         const std::string& what = "gather_in_place");
 
     /// Marks the communicator failed and wakes every rank that waits: they raise CommError with `why`.
     virtual void abort(const std::string& why) = 0;

@@ -9,11 +9,13 @@
 
 #include <array>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <set>
 
 #include "gradgen/backend.h"
 #include "gradgen/manager.h"
+#include "gradgen/state.h"
 
 namespace gradgen {
 
@@ -98,6 +100,14 @@ class EngineManager : public GradientManager {
     void all_gather(void* out, const void* in, std::size_t bytes);
     Device device() const { return backend_->device(); }
 
+    /// This rank's part of the step so far, between two micro-steps or after the last: views of the manager's memory.
+    /// Every rank calls it: exchanges in flight are completed.
+    SavedState save_state();
+    /// Continues from a state of this rank, or from those of all ranks of a run of any size (in any order). Collective.
+    /// Throws std::invalid_argument for what cannot be restored exactly, on the rank that finds it, MismatchError on
+    /// the others; all of them are then as after zero_grad(). `problem`: why this rank has nothing to load.
+    void load_state(std::span<const SavedState> states, const std::string& problem = "");
+
     /// Forgets the gradients of the step, finished or not.
     void zero_grad();
     /// After an error on any rank: forgets everything pending and brings the communicator back. Collective.
@@ -116,6 +126,8 @@ class EngineManager : public GradientManager {
     DType accumulator() const { return accumulator_; }
     DType wire(bool sharded) const;
     bool direct() const { return direct_; }
+    /// The micro-step that comes next: 0 unless a step has begun.
+    int next_micro_step() const { return stage_ == Stage::between || stage_ == Stage::inside ? micro_step_ + 1 : 0; }
     bool accumulating() const { return stage_ == Stage::inside || stage_ == Stage::between; }
     std::int64_t step();
     void set_step(std::int64_t step);
@@ -249,6 +261,12 @@ class EngineManager : public GradientManager {
     void norm_on_device();
     void multiply(double factor);
 
+    // engine_state.cpp
+    void check_states(std::span<const SavedState> states) const;
+    bool restore_unit(Unit& unit, std::span<const SavedState> states,
+                      std::span<const std::map<std::string, const SavedGradient*>> by_name);
+    void require_free_divisor() const;
+
     ModelDesc model_;
     StrategyDesc strategy_;
     std::shared_ptr<Communicator> comm_;
@@ -279,6 +297,8 @@ class EngineManager : public GradientManager {
     int micro_step_ = -1, micro_steps_ = 0;
     std::int64_t step_ = 0;
     double divide_ = 1.0;
+    bool divide_given_ = false;  // for this step, instead of the mean over ranks
+    bool divide_fixed_ = false;  // what was loaded has been scaled for the mean over another number of ranks
     std::string failure_;
     bool closed_ = false, cleared_ = false;
     std::optional<double> norm_squared_;
