@@ -104,34 +104,6 @@ def test_no_gradient_lingers(name: str) -> None:
     assert shard_errors(grads, reference(model, data)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2"])
-def test_fused_linear_layers(name: str) -> None:
-    """Weight gradients go straight into the buffers, of the tied head too; the rest is as without."""
-    model, module, config = make(name)
-    grads = manager(module, config)
-    attachment = attach(model, grads, fuse_linear=True)
-    data = tokens(0, 3, 1)
-    seen: list[str] = []
-    for parameter_name, p in model.named_parameters():
-        p.register_hook(lambda g, n=parameter_name: None if g is None else seen.append(n))
-    for _ in range(2):
-        run_step(model, grads, data)
-        assert shard_errors(grads, reference(detached(model), data)) <= 1e-6
-        grads.zero_grad()
-    linear = {f"{n}.weight" for n, m in model.named_modules() if type(m) is torch.nn.Linear}
-    assert linear.isdisjoint(set(seen) - {"model.embed_tokens.weight"})
-    attachment.detach()
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def detached(model: Any) -> Any:
-    """A copy without hooks and replaced forwards."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        module.__dict__.pop("forward", None)
-    return twin
-
-
 def test_a_gradient_outside_a_micro_step() -> None:
     model, module, config = make("llama")
     grads = manager(module, config)

@@ -71,15 +71,18 @@ def parity(models: list[str]) -> dict[str, dict[str, float]]:
             grads = module.GradientManager(
                 config, gradgen.comm.from_torch(), strategy=strategy, dtype="float32"
             )
-            attachment = attach(model, grads)
-            for _ in range(2):  # a second step: first touches again
-                for i, row in enumerate(data):
-                    with grads.micro_step(i, MICRO_STEPS):
-                        loss(model, row[rank]).backward()
-                assert all(p.grad is None for p in model.parameters())
-                results[name][strategy] = max(results[name].get(strategy, 0.0), shard_errors(grads, wanted))
-                grads.zero_grad()
-            attachment.detach()
+            for fused in (False, True):
+                way = f"{strategy} fused" if fused else strategy
+                attachment = attach(model, grads, fuse_wgrad=fused)
+                for _ in range(2):  # a second step: first touches again
+                    for i, row in enumerate(data):
+                        with grads.micro_step(i, MICRO_STEPS):
+                            loss(model, row[rank]).backward()
+                    assert all(p.grad is None for p in model.parameters())
+                    results[name][way] = max(results[name].get(way, 0.0), shard_errors(grads, wanted))
+                    grads.zero_grad()
+                assert not attachment.not_fused
+                attachment.detach()
             grads.close()
     return results
 
