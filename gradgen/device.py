@@ -101,7 +101,7 @@ class OnStream:
             if divide.numel() != 1:
                 raise ValueError(f"divide must be one number, got a tensor of {divide.numel()}")
             self._kept = divide.detach().double()  # what the kernel reads must live until the next divisor
-            self.set_divide_on_device(self._kept.data_ptr(), "float64")  # type: ignore[attr-defined]
+            self.set_divide_on_device(self._kept.data_ptr(), "float64")
         else:
             self._native.set_divide(divide)
 

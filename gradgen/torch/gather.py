@@ -4,14 +4,14 @@ it, else by few collectives through one small buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from gradgen.torch.housing import Housing
 from gradgen.torch.shards import Shard
-from gradgen.torch.types import Communicator
 
 
 @dataclass
@@ -70,10 +70,10 @@ class PackedGather:
         shards: Sequence[Shard],
         ranks: Sequence[Mapping[str, tuple[int, int]]],
         rank: int,
-        comm: Communicator,
+        all_gather: Callable[[Any, Any], None],
         piece_bytes: int,
     ) -> None:
-        self._comm = comm
+        self._all_gather = all_gather
         self._streams: list[Stream] = []
         for dtype in sorted({s.parameter.dtype for s in shards}, key=str):
             group = [s for s in shards if s.parameter.dtype == dtype]
@@ -85,7 +85,7 @@ class PackedGather:
             for chunk in stream.chunks:
                 if chunk.own:
                     torch._foreach_copy_(chunk.packed, chunk.own)
-                self._comm.all_gather(stream.receive, stream.send if chunk.direct is None else chunk.direct)
+                self._all_gather(stream.receive, stream.send if chunk.direct is None else chunk.direct)
                 if chunk.others:
                     torch._foreach_copy_(chunk.others, chunk.received)
 

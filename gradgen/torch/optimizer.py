@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master: bool | None = None,
         elementwise: bool = False,
         rename: Rename = None,
-        gather_bytes: int = 2 << 20,
+        gather_bytes: int | None = None,
         **kw: Any,
     ) -> None:
         if not isinstance(cls, type):
@@ -80,6 +80,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "pass the optimizer's class and its arguments, not an instance: "
                 f"ShardedOptimizer(torch.optim.{type(cls).__name__}, model, grads, ...)"
             )
+        if gather_bytes is None:  # a buffer that caches hold, or one that fills the links between GPUs
+            gather_bytes = 2 << 20 if grads.device == "cpu" else 64 << 20
         self._grads = grads
         pairs = match(model, grads, rename)
         self._first = pairs[0].record if pairs else None
@@ -97,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gathers.append(InPlaceGather(direct, ranks, housing))
         packed = [s for s in self._shards if s.name in moving - housed]
         if packed:
-            self._gathers.append(PackedGather(packed, ranks, grads.rank, grads.comm, gather_bytes))
+            self._gathers.append(PackedGather(packed, ranks, grads.rank, grads.all_gather, gather_bytes))
         self._own = [s for s in self._shards if s.numel]
         self._local = [_local(shard, master) for shard in self._own]
         self.inner = cls(_groups(self._own, self._local, no_decay), **kw)
@@ -246,8 +248,9 @@ def _local(shard: Shard, master: bool | None) -> torch.nn.Parameter:
         raise UsageError(
             f"{shard.name}: {own} parameters and {accumulator} gradients need master=True (or None)"
         )
-    copy = accumulator != own if master is None else master
-    values = shard.values.to(accumulator, copy=True) if copy else shard.values
+    place = shard.gradient.device  # the host, where shards are offloaded
+    copy = accumulator != own or place != shard.values.device if master is None else master
+    values = shard.values.to(place, accumulator, copy=True) if copy else shard.values
     local = torch.nn.Parameter(values, requires_grad=True)
     local.grad = shard.gradient
     return local
