@@ -181,7 +181,7 @@ def from_torch(
     """
     if transport not in ("auto", "shared", "group"):
         raise ValueError(f"transport must be 'auto', 'shared' or 'group', got {transport!r}")
-    from gradgen.comm_torch import TorchTransport, default_group_info
+    from gradgen.comm_torch import TorchTransport, default_group_info, host_group
 
     info = default_group_info(process_group)
     limit = info.timeout if timeout is None else timeout
@@ -191,7 +191,9 @@ def from_torch(
     def open_native(runtime: Any) -> Any:
         if info.world == 1:
             return runtime.single_communicator()
-        group = TorchTransport(process_group, limit)
+        # Small messages need a backend for host memory, which a group of NCCL alone has not.
+        small = host_group(process_group) if info.backend == "nccl" else process_group
+        group = TorchTransport(small, limit)
         if transport != "group":
             from gradgen.diagnostics import CommError
 

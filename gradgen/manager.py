@@ -285,7 +285,9 @@ class BaseGradientManager:
         """out = every rank's input, in rank order. Contiguous tensors of the manager's device; on a GPU in stream order."""
         if self.device == "cpu":
             self.comm.all_gather(out, input)
-        elif out.nbytes != input.nbytes * self.world_size or not (out.is_contiguous() and input.is_contiguous()):
+        elif out.nbytes != input.nbytes * self.world_size or not (
+            out.is_contiguous() and input.is_contiguous()
+        ):
             raise ValueError("all_gather: out must hold world_size times input, both contiguous")
         else:
             self._native.all_gather(out.data_ptr(), input.data_ptr(), input.nbytes)
