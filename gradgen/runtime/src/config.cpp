@@ -198,7 +198,7 @@ void check_model(const ModelDesc& model) {
 
 std::vector<std::int64_t> all_layers(const BlockDesc& block) {
     if (block.count < 0 || block.count > kMaxLayers)
-        throw ConfigError("block " + quoted(block.id) + " has a count of " + std::to_string(block.count) +
+        throw ConfigError("block " + in_quotes(block.id) + " has a count of " + std::to_string(block.count) +
                           "; between 0 and " + std::to_string(kMaxLayers) + " blocks can be told apart by their index");
     std::vector<std::int64_t> out(static_cast<std::size_t>(block.count));
     for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(i);
@@ -207,7 +207,7 @@ std::vector<std::int64_t> all_layers(const BlockDesc& block) {
 
 std::vector<std::int64_t> layers_of(const BlockDesc& block, std::vector<std::int64_t> layers) {
     if (!layers.empty() && layers.back() >= block.count)
-        throw ConfigError("block " + quoted(block.id) + " has the index " + std::to_string(layers.back()) +
+        throw ConfigError("block " + in_quotes(block.id) + " has the index " + std::to_string(layers.back()) +
                           " under `at`, and its count is " + std::to_string(block.count));
     return layers;
 }
