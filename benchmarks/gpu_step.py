@@ -51,6 +51,17 @@ def prebuild(device: str, spec: Path = HERE / "step_model_gpu.yaml") -> None:
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 
+def one_run(group: Group, steps: int) -> dict[str, Any]:
+    """The slowest rank of every step counts."""
+    ranks = group.ask(f"run {steps}")
+    slowest = [max(times) for times in zip(*(rank["ms"] for rank in ranks), strict=True)]
+    return {
+        "ms": median(slowest),
+        "allocated_bytes": max(rank["allocated_bytes"] for rank in ranks),
+        "reserved_bytes": max(rank["reserved_bytes"] for rank in ranks),
+    }
+
+
 def measure(
     groups: dict[str, Group], rounds: int, steps: int, deadline: float
 ) -> dict[str, list[dict[str, Any]]]:
@@ -65,15 +76,7 @@ def measure(
             break
         shift = index * 3 % len(order)
         for variant in order[shift:] + order[:shift]:
-            ranks = groups[variant].ask(f"run {steps}")
-            slowest = [max(times) for times in zip(*(rank["ms"] for rank in ranks), strict=True)]
-            runs[variant].append(
-                {
-                    "ms": median(slowest),
-                    "allocated_bytes": max(rank["allocated_bytes"] for rank in ranks),
-                    "reserved_bytes": max(rank["reserved_bytes"] for rank in ranks),
-                }
-            )
+            runs[variant].append(one_run(groups[variant], steps))
             print(f"round {index} {variant:28s} {runs[variant][-1]['ms']:9.2f} ms", file=sys.stderr)
         longest = max(longest, time.monotonic() - started)
     return runs
