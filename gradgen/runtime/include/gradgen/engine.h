@@ -262,6 +262,7 @@ class EngineManager : public GradientManager {
     void multiply(double factor);
 
     // engine_state.cpp
+    void remembering(const std::function<void()>& collective);
     void check_states(std::span<const SavedState> states) const;
     bool restore_unit(Unit& unit, std::span<const SavedState> states,
                       std::span<const std::map<std::string, const SavedGradient*>> by_name);
