@@ -44,7 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     model, grads: as given to `attach`; parameters are fp32 or bf16, contiguous, and equal on all ranks
         (checked by a checksum).
-    no_decay: weights that get weight_decay=0: a predicate of (name, parameter), or checkpoint names.
+    no_decay: weights that get weight_decay=0: a predicate of (name, parameter), or checkpoint names; None:
+        those for which the spec says `decay: false`; (): none.
     master: keep this rank's shards in the accumulator's dtype too, and step those; None: when the
         parameters' dtype is another.
     elementwise: vouch for a class that gradgen does not know. gather_bytes: of one rank's piece of a
@@ -85,6 +86,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _check_class(cls, elementwise or not divided)
         self._own = [s for s in self._shards if s.numel]
         self._local = [_local(shard, master) for shard in self._own]
+        if no_decay is None:
+            no_decay = {pair.name for pair in pairs if not pair.record.decay}
         self.inner = cls(_groups(self._own, self._local, no_decay), **kw)
         self._gather = ParameterGather(self._shards, ranks, grads.rank, grads.comm, gather_bytes)
         self.skipped = 0  # steps left out because of non-finite gradients
@@ -242,7 +245,7 @@ def _is_copy(local: torch.Tensor, shard: Shard) -> bool:
 
 
 def _groups(shards: list[Shard], local: list[torch.nn.Parameter], no_decay: NoDecay) -> list[dict[str, Any]]:
-    if no_decay is None:
+    if not no_decay:
         return [{"params": local}]
     if isinstance(no_decay, str):
         raise UsageError(
