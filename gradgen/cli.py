@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     """The exit code of a command, with every error that is not a bug said in a line."""
     from gradgen.diagnostics import BuildError, ConfigError, SpecError, UsageError
+    from gradgen.infer_facts import InferError
 
     try:
         if "_GRADGEN_COMPLETE" in os.environ:
@@ -63,6 +64,9 @@ def _run(arguments: list[str]) -> int:
         from gradgen.cli_reports import findings_text
 
         console.error(findings_text(error.diagnostics, sys.stderr))
+        return console.FINDINGS
+    except InferError as error:
+        console.error(f"error: {error}")
         return console.FINDINGS
     except BuildError as error:
         console.error(f"error: {error}")
@@ -236,6 +240,29 @@ def plan(spec: str, block: str | None, as_json: bool, values: dict[str, int | bo
         console.answer_json(next(a for a in data["arenas"] if a["id"] == chosen) if chosen else data)
     else:
         console.answer(plan_table.block_table(result, block) if block else plan_table.table(result))
+    return console.OK
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "--output", metavar="FILE", help="Write the spec there (default: standard output).")
+@click.option("--name", metavar="ID", help="The model's id (default: its model type, class or file).")
+def infer(model: str, output: str | None, name: str | None) -> int:
+    """Write the spec of a model.
+
+    MODEL is a transformers config.json or a folder with one, package.module:factory (a function that returns a
+    torch.nn.Module), or a safetensors file or index. Nothing is downloaded, no remote code runs, no weight is loaded.
+    The spec is read back and compared with the model: every parameter is in it, or the command fails and says which
+    are not.
+    """
+    from gradgen.infer import infer_file
+
+    result = infer_file(model, name=name)
+    if output is None:
+        console.answer(result.text)
+    else:
+        result.write(output)
+    console.note(result.summary())
     return console.OK
 
 

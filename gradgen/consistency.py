@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from gradgen.checkpoint_names import exclusive
 from gradgen.configure import check_dim, configure, materialize
 from gradgen.diagnostics import ConfigError, Diagnostic, did_you_mean, quote, suggest
-from gradgen.expr import Expr, ExprError, evaluate, names, short, to_text
+from gradgen.expr import Bool, Expr, ExprError, evaluate, names, short, to_text
 from gradgen.expr_types import same_size
-from gradgen.model import Model, Preset, Weight
+from gradgen.model import Block, Model, Preset, Tie, Weight
 from gradgen.scope import BROKEN
 from gradgen.source import Source
 
@@ -29,37 +29,62 @@ def clashes(model: Model) -> Iterator[Diagnostic]:
                 message = f"weights {both} have one checkpoint name, {quote(name)}"
                 hint = f"the first stands in line {other.place.line}"
                 yield Diagnostic(weight.place, message, "duplicate-name", hint)
-        yield from _ties(weights)
+    for block in (None, *model.blocks):
+        yield from _ties(model, block)
 
 
-def _ties(weights: Sequence[Weight]) -> Iterator[Diagnostic]:
-    by_id = {weight.id: weight for weight in weights}
+def _ties(model: Model, block: Block | None) -> Iterator[Diagnostic]:
+    weights = model.weights if block is None else block.weights
+    outside = {weight.id: weight for weight in model.weights}
     for weight in weights:
         tie = weight.tied_to
         if tie is None:
             continue
-        owner = by_id.get(tie.weight)
-        if owner is None:
-            message = f"weight {quote(weight.id)} is tied to the unknown weight {quote(tie.weight)}"
-            hint = did_you_mean(tie.weight, by_id) or "a tie is to a weight of the same block"
-        elif owner is weight:
-            message, hint = (
-                f"weight {quote(weight.id)} is tied to itself",
-                "name the weight that owns the tensor",
-            )
-        elif owner.tied_to is not None:
-            line = owner.tied_to.place.line
-            message = (
-                f"weight {quote(weight.id)} is tied to {quote(owner.id)}, which is tied itself (line {line})"
-            )
-            hint = "tie both to the weight that owns the tensor"
-        elif not _same_shape(owner, weight):
-            theirs = f"{quote(owner.id)} of shape {_shape(owner)} (line {owner.place.line})"
-            message = f"weight {quote(weight.id)} of shape {_shape(weight)} is tied to {theirs}"
-            hint = "tied weights are one tensor"
-        else:
-            continue
-        yield Diagnostic(tie.place, message, "tie", hint)
+        by_id = {one.id: one for one in weights}
+        if tie.block is not None:
+            stack = next((one for one in model.blocks if one.id == tie.block), None)
+            if stack is None:
+                message = (
+                    f"weight {quote(weight.id)} is tied to a weight of the unknown block {quote(tie.block)}"
+                )
+                hint = did_you_mean(tie.block, [one.id for one in model.blocks])
+                yield Diagnostic(tie.place, message, "tie", hint or "name a block of this spec")
+                continue
+            by_id = {one.id: one for one in stack.weights}
+        owner = by_id.get(tie.weight) or (outside.get(tie.weight) if tie.block is None else None)
+        problem = _tie_problem(weight, tie, owner, {**outside, **by_id} if tie.block is None else by_id)
+        if problem:
+            yield Diagnostic(tie.place, f"weight {quote(weight.id)} {problem[0]}", "tie", problem[1])
+
+
+def _tie_problem(
+    weight: Weight, tie: Tie, owner: Weight | None, known: Mapping[str, Weight]
+) -> tuple[str, str] | None:
+    """What is wrong for every configuration, and a cure."""
+    if owner is None:
+        hint = (
+            did_you_mean(tie.weight, known) or "a tie is to a weight of the same block, or outside the blocks"
+        )
+        return f"is tied to the unknown weight {quote(tie.weight)}", hint
+    if owner is weight:
+        if tie.block is not None and tie.when is not None:
+            return None  # to another layer: configurations tell
+        return "is tied to itself", "name the weight that owns the tensor"
+    name = f"{quote(owner.id)}"
+    if owner.tied_to is not None:
+        line = owner.tied_to.place.line
+        cure = "tie both to the weight that owns the tensor"
+        return f"is tied to {name}, which is tied itself (line {line})", cure
+    if owner.experts is not None:
+        cure = "tie weights that are one tensor"
+        return f"is tied to {name}, which is one weight an expert (line {owner.place.line})", cure
+    if not _same_shape(owner, weight):
+        theirs = f"{name} of shape {_shape(owner)} (line {owner.place.line})"
+        return f"of shape {_shape(weight)} is tied to {theirs}", "tied weights are one tensor"
+    if owner.trainable == Bool(False) and weight.trainable != Bool(False):
+        cure = "freeze both, or neither"
+        return f"is trainable and tied to {name}, which is frozen (line {owner.place.line})", cure
+    return None
 
 
 def _same_shape(a: Weight, b: Weight) -> bool:
@@ -83,25 +108,26 @@ def findings(model: Model, source: Source) -> Iterator[Diagnostic]:
     constant = list(_constants(model))
     yield from constant
     for preset in model.presets:
-        values = list(_preset_values(model, preset, source))
+        own = preset.place.file == source.file  # not of the base spec, where it was looked at
+        values = list(_preset_values(model, preset, source)) if own else []
         yield from values
         if not values and not constant:
             yield from _preset(model, preset)
 
 
 def _preset_values(model: Model, preset: Preset, source: Source) -> Iterator[Diagnostic]:
-    dims = {dim.name for dim in model.dims}
+    dims = {dim.name: dim.min for dim in model.dims}
     flags = {flag.name for flag in model.flags}
     for name, value in preset.values:
         path = ("presets", preset.name, name)
-        if name not in dims | flags:
+        if name not in dims.keys() | flags:
             hint = suggest(name, [*(d.name for d in model.dims), *(f.name for f in model.flags)])
             message = f"preset {quote(preset.name)} sets the unknown dim or flag {quote(name)}"
             yield Diagnostic(source.key(path), message, "preset", hint)
             continue
         try:
             if name in dims:
-                check_dim(name, value)
+                check_dim(name, value, dims[name])
             elif not isinstance(value, bool):
                 raise ConfigError(f"flag {quote(name)} must be true or false, got {value}")
         except ConfigError as error:
@@ -139,7 +165,7 @@ def _constants(model: Model) -> Iterator[Diagnostic]:
             if condition is not None and not names(condition):
                 yield from _constant(condition, weight)
     for block in model.blocks:
-        if not names(block.count):
+        if not names(block.count) and block.weights:
             yield from _constant(block.count, block.weights[0])
 
 

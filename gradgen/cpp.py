@@ -116,8 +116,8 @@ def condition(expr: Expr, names: Mapping[str, Spelled]) -> str:
     return spelled.text if spelled.boolean else f"{spelled.at(RELATION)} != 0"
 
 
-def dim(text: str) -> Spelled:
-    return Spelled(text, ATOM, *DIM_RANGE)
+def dim(text: str, least: int = 1) -> Spelled:
+    return Spelled(text, ATOM, least, DIM_RANGE[1])
 
 
 def index(text: str) -> Spelled:

@@ -68,19 +68,22 @@ def bad_model_name(name: str) -> str:
     return bad_identifier(name)
 
 
-def bad_checkpoint_name(name: str, index: bool) -> str:
-    """What is wrong with a checkpoint name, or "". `index`: whether {i} may stand in it."""
+def bad_checkpoint_name(name: str, index: bool, experts: bool = False) -> str:
+    """What is wrong with a checkpoint name, or "". `index`, `experts`: whether {i} and {e} may stand in it."""
     if not name:
         return "is empty"
     if len(name) > 256:
         return "is longer than 256 characters"
     if not _CHECKPOINT.match(name):
         return "may hold letters, digits and . _ - : / @ + only"
-    bare = name.replace("{i}", "")
+    bare = name.replace("{i}", "").replace("{e}", "")
     if "{" in bare or "}" in bare:
         return "may use braces for {i} only"
-    if not index and bare != name:
+    if not index and "{i}" in name:
         return "has {i}, which only the name of a block may have"
-    if name.count("{i}") > 1:
-        return "has {i} more than once"
+    if not experts and "{e}" in name:
+        return "has {e}, which only a weight with `experts` may have, and a part"
+    for mark in ("{i}", "{e}"):
+        if name.count(mark) > 1:
+            return f"has {mark} more than once"
     return "has an empty part" if "" in name.split(".") else ""

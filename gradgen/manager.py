@@ -7,29 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradgen.device import CPU, OnStream, gpu_index
-from gradgen.diagnostics import UsageError
+from gradgen.diagnostics import ConfigError, UsageError
+from gradgen.records import WeightRecord, records, refuse_other_dtypes
 
 if TYPE_CHECKING:
     from gradgen.model import Model
     from gradgen.plan import Plan
-
-
-class WeightRecord(NamedTuple):
-    """One weight that exists in a configuration. `name` is its full checkpoint name; `tied_to` the name of the owner."""
-
-    name: str
-    id: str
-    block: str | None
-    layer: int | None
-    shape: tuple[int, ...]
-    trainable: bool
-    zero: bool
-    may_be_absent: bool
-    tied_to: str | None
 
 
 class Package(NamedTuple):
@@ -40,9 +28,14 @@ class Package(NamedTuple):
     runtime: Any
 
     def model(self) -> Model:
-        from gradgen.serialize import model_from_json
+        return _model(self.folder)
 
-        return model_from_json((self.folder / "model.json").read_text(encoding="utf-8"))
+
+@lru_cache(maxsize=64)
+def _model(folder: Path) -> Model:
+    from gradgen.serialize import model_from_json
+
+    return model_from_json((folder / "model.json").read_text(encoding="utf-8"))
 
 
 class BaseConfig:
@@ -146,6 +139,13 @@ class BaseGradientManager:
             if strategy not in self._strategies:
                 name, known = package.native.model_name, ", ".join(self._strategies)
                 raise ValueError(f"{name} has no strategy {strategy!r}; it has {known}")
+            refuse_other_dtypes(
+                package.model(),
+                _typed(package, config),
+                _dtype(dtype),
+                None if accumulator is None else _dtype(accumulator),
+                rounding,
+            )
             options = package.runtime.Options(
                 dtype=_dtype(dtype),
                 accumulator=None if accumulator is None else _dtype(accumulator),
@@ -160,7 +160,7 @@ class BaseGradientManager:
                 cuda=gpu,
                 offload=offload,
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ConfigError) as error:
             if comm.world_size > 1:  # the others wait for this rank in their constructors
                 comm.native(package.runtime).abort(f"rank {comm.rank} could not build its manager: {error}")
             raise
@@ -176,6 +176,7 @@ class BaseGradientManager:
         }
         self._rounding, self._block_buffers, self._offload = rounding, block_buffers, offload
         self._plan: dict[int, Plan] = {}
+        self._records: list[WeightRecord] | None = None
         reached = comm.native(package.runtime) if gpu == CPU else comm.on_gpu(package.runtime, gpu)
         native = package.native.make_gradient_manager(config, reached, strategy, options)
         if gpu != CPU:
@@ -318,8 +319,11 @@ class BaseGradientManager:
         return self._plan[micro_steps]
 
     def weights(self) -> list[WeightRecord]:
-        """Every weight that exists in this configuration, in spec order."""
-        return [WeightRecord(*record) for record in self._native.weights()]
+        """Every weight that exists in this configuration, in spec order, and then its buffers."""
+        if self._records is None:
+            values = _typed(self._package, self.config)
+            self._records = records(self._native.weights(), self._package.model(), values, self.layers)
+        return list(self._records)
 
     @property
     def step(self) -> int:

@@ -31,6 +31,7 @@ class Dim:
     hf: str | None  # key of a transformers config
     default: Expr | None
     place: Place
+    min: int = 1  # 0 or 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Tie:
     weight: str
     when: Expr | None
     place: Place
+    block: str | None = None  # that the owner is in; None: the same block, or outside the blocks
+    at: Expr | None = None  # the owner's index in `block`
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,29 @@ class Shard:
 
     kind: str = "flat"  # flat | rows | whole
     rows: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a fused weight that is a tensor of its own on disk."""
+
+    name: str  # whole, with {i} and {e}
+    size: Expr
+    dim: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manager does not need for its sums, and others do: checkpoints, optimizers, parallel strategies."""
+
+    disk: str | None = None  # whole name on disk, with {i} and {e}; None: the one in memory
+    parts: tuple[Part, ...] = ()
+    decay: bool = True
+    group: str = "data"  # data | expert
+    tp: str | int = "none"  # sum | avg | none, or the dimension that is sharded
+    dtype: str | None = None
+    accumulator: str | None = None
+    rounding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +111,22 @@ class Weight:
     when: Expr | None = None  # the weight exists only when this holds
     trainable: Expr | None = None  # None: always
     tied_to: Tie | None = None
-    uses: int | None = None  # contributions a micro-step; None: not declared (one, or more in a row)
+    uses: Expr | None = None  # contributions a micro-step; None: not declared (one, or more in a row)
     may_be_absent: bool = False
     shard: Shard = field(default_factory=Shard)
+    experts: Expr | None = None  # that many weights, with {e} in their names
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that is stored and has no gradient."""
+
+    id: str
+    shape: tuple[Expr, ...]
+    name: str
+    place: Place
+    when: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +136,9 @@ class Block:
     name: str  # with {i} for the index
     weights: tuple[Weight, ...]
     place: Place
-    uses: int | None = None
+    uses: Expr | None = None
     at: Expr | tuple[int, ...] | None = None  # which indices of 0 .. count - 1 exist; None: all
+    buffers: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,3 +173,4 @@ class Model:
     backward: tuple[Backward, ...]
     strategies: tuple[Strategy, ...]
     file: str
+    buffers: tuple[Buffer, ...] = ()  # outside the blocks

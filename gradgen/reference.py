@@ -24,9 +24,9 @@ anchors, aliases, merge keys, duplicate keys and what YAML 1.1 reads in surprisi
 **Ids** (of the model, dims, flags, weights, blocks and strategies) are lower-case letters, digits
 and single underscores, at most 64, beginning with a letter. Words of C++ and Python are taken. A
 block and a weight outside the blocks have different ids; different blocks may use the same weight
-ids. **Checkpoint names** are unique in every configuration, with `{i}` filled in.
+ids. **Checkpoint names** are unique in every configuration, with `{i}` and `{e}` filled in.
 
-**Expressions** have dims, flags, integers, `+ - * // %`, `== != < <= > >=`, `and or not`,
+**Expressions** have dims, flags, in a block its index `i`, integers, `+ - * // %`, `== != < <= > >=`, `and or not`,
 `ceil_div(a, b)`, `min`, `max` and parentheses; division rounds down. Sizes are integers, conditions
 are true or false, and the two do not mix. At most 500 characters, and 63 bits for every value in
 them.
@@ -38,7 +38,12 @@ _SECTIONS = {
     "requirement": "A requirement",
     "preset": "A preset",
     "weight": "A weight",
+    "part": "A part",
+    "buffer": "A buffer",
     "block": "A block",
+    "group": "A group",
+    "use": "An item of `use`",
+    "lora": "`lora`",
     "backward": "An item of `backward`",
     "strategy": "A strategy",
 }
@@ -71,7 +76,7 @@ def _cell(text: str) -> str:
 def _type(entry: dict[str, Any]) -> str:
     if "$ref" in entry:
         name = str(entry["$ref"]).rsplit("/", 1)[1]
-        return {"hf_key": "text", "id": "id"}.get(name, name)
+        return {"hf_key": "text", "lora": "mapping"}.get(name, name)
     if "enum" in entry:
         return ", ".join(f"`{value}`" for value in entry["enum"])
     if entry["type"] == "array":
@@ -93,7 +98,7 @@ def _words(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _plural(text: str) -> str:
-    words = {"`true`, `false`": "truth values", "strategy": "strategies", "backward": "items"}
+    words = {"`true`, `false`": "truth values", "strategy": "strategies", "backward": "items", "use": "items"}
     return words.get(text, text if text == "text" else f"{text}s")
 
 

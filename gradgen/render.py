@@ -27,7 +27,7 @@ PYTHON = ("__init__.pyi",)
 def render(model: Model) -> dict[str, str]:
     """The text of a model's package. Paths are relative to the package's folder, `<model>/`."""
     source = portable_path(model.file)
-    model = _with_file(model, source)
+    model = _map_places(model, _portable, file=source)
     context = {
         "source": cpp.comment(source),
         "summary": cpp.comment(model.summary) or f"Gradient managers of {cpp.comment(model.name)}",
@@ -63,8 +63,9 @@ def portable_path(file: str) -> str:
     return f"specs/{path.name}" if path.parent.name == "specs" else path.name
 
 
-def _with_file(model: Model, file: str) -> Model:
-    return _map_places(model, lambda place: Place(file, place.line, place.column), file=file)
+def _portable(place: Place) -> Place:
+    """Of the spec, or of the one that it extends."""
+    return Place(portable_path(place.file), place.line, place.column)
 
 
 def _map_places(model: Model, change: Any, file: str) -> Model:

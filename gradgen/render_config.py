@@ -29,8 +29,12 @@ def config_view(model: Model) -> ConfigView:
         default = f"default {cpp.comment(to_text(dim.default))}; " if dim.default is not None else ""
         fields.append((f"std::int64_t {field} = 0;", default + place(dim.place)))
         fallback = f", [&] {{ return {cpp.expression(dim.default, c)}; }}" if dim.default is not None else ""
-        dim_reads.append((f"c.{field} = read.dim({text}{fallback});", place(dim.place)))
-        checks.append((f"require_dim(kName, {text}, {field});", ""))
+        least = ", 0" if dim.min == 0 else ""
+        read = f"c.{field} = read.dim({text}{fallback});"
+        if least:
+            read = f"c.{field} = read.dim_from(0, {text}{fallback});"
+        dim_reads.append((read, place(dim.place)))
+        checks.append((f"require_dim(kName, {text}, {field}{least});", ""))
         values.append(f"{{{text}, {field}}},")
     for flag in model.flags:
         text, field = cpp.string(flag.name), cpp.identifier(flag.name)
@@ -62,7 +66,7 @@ def config_view(model: Model) -> ConfigView:
 
 def members(model: Model, prefix: str) -> dict[str, cpp.Spelled]:
     """How expressions name dims and flags: members of the configuration."""
-    dims = {dim.name: cpp.dim(prefix + cpp.identifier(dim.name)) for dim in model.dims}
+    dims = {dim.name: cpp.dim(prefix + cpp.identifier(dim.name), dim.min) for dim in model.dims}
     return dims | {flag.name: cpp.flag(prefix + cpp.identifier(flag.name)) for flag in model.flags}
 
 

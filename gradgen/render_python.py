@@ -80,7 +80,7 @@ def _attributes(weights: Sequence[Weight]) -> list[str]:
     lines = []
     for weight in weights:
         if _attribute(weight.id):
-            lines.append(f"{weight.id}: Tensor")
+            lines.append(f"{weight.id}: {'Tensor' if weight.experts is None else 'list[Tensor]'}")
         else:
             lines.append(f"# block[{python_string(weight.id)}]: Tensor")
     return [*lines, "..."] if all(line.startswith("#") for line in lines) else lines

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradgen import cpp
-from gradgen.configure import expressions
-from gradgen.expr import INDEX, Bool, to_text
+from gradgen.concrete import expressions
+from gradgen.expr import INDEX, Bool, Expr, Num, to_text
 from gradgen.expr import names as expr_names
-from gradgen.model import Block, Model, Strategy, Weight
+from gradgen.model import Block, Model, Strategy, Tie, Weight
 from gradgen.render_config import aligned, columns, config_view, members, name_list, place, place_text
 
 BASES = {"full": "UnshardedGradientManager", "sharded": "ShardedBlocksGradientManager"}
@@ -73,7 +73,10 @@ def cpp_context(model: Model, key: str) -> dict[str, Any]:
         "config": config_view(model),
         "weights": WeightsView(
             _enumerators(model.weights),
-            [_fact("model.weights", "kWeights", "Weight", weight, names) for weight in model.weights],
+            [
+                _fact("model.weights", "kWeights", "Weight", weight, model.weights, names)
+                for weight in model.weights
+            ],
         ),
         "block_enumerators": aligned(
             [(cpp.identifier(block.id) + ",", place(block.place)) for block in model.blocks]
@@ -125,7 +128,14 @@ def _table(name: str, enum: str, weights: Sequence[Weight]) -> Table:
     return Table(name, enum, cpp.identifier(weights[-1].id), columns(rows))
 
 
-def _fact(target: str, table: str, enum: str, weight: Weight, names: dict[str, cpp.Spelled]) -> str:
+def _fact(
+    target: str,
+    table: str,
+    enum: str,
+    weight: Weight,
+    siblings: Sequence[Weight],
+    names: dict[str, cpp.Spelled],
+) -> str:
     """The line that describes a weight in a configuration: its shape, and what is not the default."""
     shape = ", ".join(cpp.expression(extent, names) for extent in weight.shape)
     facts = []
@@ -141,8 +151,9 @@ def _fact(target: str, table: str, enum: str, weight: Weight, names: dict[str, c
         if weight.tied_to.when is not None:
             owner = f'{_parenthesized(cpp.condition(weight.tied_to.when, names))} ? {owner} : ""'
         facts.append(f".tied_to = {owner}")
+        facts += _owner(weight.tied_to, siblings, names)
     if weight.uses is not None:
-        facts.append(f".uses = {cpp.integer(weight.uses)}")
+        facts.append(f".uses = {_uses(weight.uses, names)}")
     if weight.may_be_absent:
         facts.append(".may_be_absent = true")
     if weight.shard.kind != "flat":
@@ -152,10 +163,25 @@ def _fact(target: str, table: str, enum: str, weight: Weight, names: dict[str, c
     tail = f", {{{', '.join(facts)}}}" if facts else ""
     row = f"{target}, {table}, {enum}::{cpp.identifier(weight.id)}"
     line = f"add({row}, {{{shape}}}{tail});"
-    if weight.when is not None and "(" in line[4:-2]:
+    if weight.experts is not None:
+        line = f"add_experts({row}, {cpp.expression(weight.experts, names)}, {{{shape}}}{tail});"
+    if weight.when is not None and ("(" in line[4:-2] and weight.experts is None or "(" in line[12:-2]):
         # What may fail to compute is computed only where the weight exists.
         return f"if ({cpp.condition(weight.when, names)}) {line} else add_absent({row});"
     return line
+
+
+def _uses(expr: Expr, names: dict[str, cpp.Spelled]) -> str:
+    text = cpp.expression(expr, names)
+    return text if isinstance(expr, Num) else f"declared_uses({text})"
+
+
+def _owner(tie: Tie, siblings: Sequence[Weight], names: dict[str, cpp.Spelled]) -> list[str]:
+    """Where the owner of a tensor is, when it is elsewhere."""
+    if tie.block is not None:
+        layer = f".tied_layer = {cpp.expression(tie.at, names)}" if tie.at is not None else ".tied_layer = 0"
+        return [f".tied_block = static_cast<int>(Block::{cpp.identifier(tie.block)})", layer]
+    return [] if any(one.id == tie.weight for one in siblings) else [".tied_block = kOutside"]
 
 
 def _parenthesized(text: str) -> str:
@@ -167,23 +193,29 @@ def _block(block: Block, type_name: str, names: dict[str, cpp.Spelled]) -> Block
         f"block.id = {cpp.string(block.id)};",
         f"block.name = {cpp.string(block.name)};",
         f"block.count = {cpp.expression(block.count, names)};",
-        *([f"block.uses = {cpp.integer(block.uses)};"] if block.uses is not None else []),
+        *([f"block.uses = {_uses(block.uses, names)};"] if block.uses is not None else []),
     ]
     table, enum = f"k{type_name}Weights", f"{type_name}Weight"
     if any(INDEX in expr_names(expr) for weight in block.weights for expr in expressions(weight)):
         facts.append(f"add_kinds(block, {_layers(block, names)}, [&](std::int64_t i) {{")
         facts.append("    std::vector<WeightDesc> weights;")
-        facts += ["    " + _fact("weights", table, enum, weight, names) for weight in block.weights]
+        facts += [
+            "    " + _fact("weights", table, enum, weight, block.weights, names) for weight in block.weights
+        ]
         facts += ["    return weights;", "});"]
     else:
-        facts += [_fact("block.weights", table, enum, weight, names) for weight in block.weights]
+        facts += [
+            _fact("block.weights", table, enum, weight, block.weights, names) for weight in block.weights
+        ]
         facts += [f"keep_layers(block, {_layers(block, names)});"] if block.at is not None else []
     fields = [cpp.identifier(weight.id) for weight in block.weights]
     members = [
-        (f"Tensor {field};", _shape_text(weight)) for field, weight in zip(fields, block.weights, strict=True)
+        (f"{'Tensor' if weight.experts is None else 'std::vector<Tensor>'} {field};", _shape_text(weight))
+        for field, weight in zip(fields, block.weights, strict=True)
     ]
     taken = [
-        f"{field}(tensor_of(gradients.tensors, {cpp.string(weight.id)})),"
+        f"{field}({'tensor_of' if weight.experts is None else 'tensors_of'}(gradients.tensors, "
+        f"{cpp.string(weight.id)})),"
         for field, weight in zip(fields, block.weights, strict=True)
     ]
     return BlockView(

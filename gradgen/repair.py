@@ -14,6 +14,7 @@ from gradgen.source import PathKey, Source
 _PLAIN: dict[str, Any] = {"gradgen": VERSION, "model": "model", "summary": ""}
 _STAND_INS: dict[str, dict[str, Any]] = {
     "weights": {"shape": [], "name": "x"},
+    "buffers": {"shape": [], "name": "x"},
     "blocks": {"count": 1, "name": "x", "weights": {}},
     "strategies": {"blocks": "full", "collective": "reduce_scatter"},
     "require": {"that": True, "because": "x"},
@@ -42,8 +43,12 @@ def _mend(data: Any, path: PathKey) -> bool:
     if path[0] == "backward":
         data["backward"][path[1]] = None
         return True
-    depth = 4 if len(path) >= 4 and path[0] == "blocks" and path[2] == "weights" else 2
+    if path[0] in ("lora", "extends"):
+        return False
+    depth = 4 if len(path) >= 4 and path[0] == "blocks" and path[2] in ("weights", "buffers") else 2
     stand_in = _STAND_INS.get(str(path[depth - 2]), {})
+    if path[0] == "groups" and len(path) > 2:
+        depth, stand_in = 3, _STAND_INS["weights"]
     group = data
     for key in path[: depth - 1]:
         group = group[key]

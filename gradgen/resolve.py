@@ -10,9 +10,11 @@ from gradgen.diagnostics import Diagnostic, SpecError
 from gradgen.identifiers import bad_model_name
 from gradgen.model import Model, Preset, Requirement
 from gradgen.repair import repaired
+from gradgen.resolve_blocks import block, unused_groups
+from gradgen.resolve_extends import base_of, extended
 from gradgen.resolve_order import backward, strategies
 from gradgen.resolve_quantities import dims, flags
-from gradgen.resolve_weights import block, weight
+from gradgen.resolve_weights import buffer, weight
 from gradgen.schema import problems
 from gradgen.scope import Scope
 from gradgen.source import Source, load, load_text
@@ -56,6 +58,7 @@ def _model(source: Source) -> tuple[Model, list[Diagnostic]]:
     """A model, and what is wrong with it: then it stands only for its names."""
     data = source.data
     scope = Scope(source)
+    base = base_of(scope, check_source)
     name = str(data["model"])
     scope.identifier(scope.place("model"), name, "model", bad_model_name)
     model = Model(
@@ -82,8 +85,14 @@ def _model(source: Source) -> tuple[Model, list[Diagnostic]]:
         backward=backward(scope),
         strategies=strategies(scope),
         file=source.file,
+        buffers=tuple(
+            buffer(scope, ("buffers", id), id, entry) for id, entry in (data.get("buffers") or {}).items()
+        ),
     )
-    if not data.get("weights") and not data.get("blocks"):
+    unused_groups(scope)
+    if base is not None:
+        model = extended(scope, base, model)
+    elif "extends" not in data and not data.get("weights") and not data.get("blocks"):
         hint = "declare `weights:` or `blocks:`"
         scope.add(scope.place(), "the spec has no weights", "no-weights", hint)
     return model, [*scope.found, *clashes(model)]

@@ -30,9 +30,12 @@ def dims(scope: Scope) -> tuple[Dim, ...]:
         place = scope.key("dims", name)
         scope.identifier(place, name, "dim", bad_quantity)
         default = entry.get("default")
-        expr = None if default is None else scope.size(("dims", name, "default"), default, scope.dims)
-        parsed[name] = Dim(name, entry.get("hf"), expr, place)
-    needs = {name: sorted(names(dim.default)) if dim.default else [] for name, dim in parsed.items()}
+        expr = None if default is None else scope.size(("dims", name, "default"), default, scope.dim_names)
+        parsed[name] = Dim(name, entry.get("hf"), expr, place, entry.get("min", 1))
+    needs = {
+        name: sorted(names(dim.default) & parsed.keys()) if dim.default else []
+        for name, dim in parsed.items()
+    }
     order: dict[str, Dim] = {}
     for root in parsed:
         trail = {root: None}  # in order

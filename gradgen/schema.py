@@ -140,6 +140,8 @@ def _value(kind: str, what: str, value: Any, wanted: Any) -> tuple[str, str, str
             "bad-name",
             _ID if "a-z][a-z0-9_]" in wanted else f"it must match {wanted}",
         )
+    if kind == "maximum":
+        return f"{what} is {quote(value)}", "too-big", f"it must be at most {wanted}"
     if kind == "minimum":
         return f"{what} is {quote(value)}", "too-small", f"it must be at least {wanted}"
     if kind in ("minProperties", "minLength", "minItems"):
@@ -175,6 +177,8 @@ def _kind(value: Any) -> str:
 
 _GROUPS = {
     "weights": "weight",
+    "groups": "group",
+    "buffers": "buffer",
     "blocks": "block",
     "dims": "dim",
     "flags": "flag",

@@ -9,7 +9,7 @@ from gradgen.diagnostics import Diagnostic, quote, suggest
 from gradgen.expr import INDEX, Bool, Expr, ExprError, Num, names, parse
 from gradgen.expr_types import INTEGER, TRUTH, kind
 from gradgen.identifiers import bad_identifier
-from gradgen.model import Place
+from gradgen.model import Model, Place
 from gradgen.source import PathKey, Source
 
 BROKEN = Num(1)  # stands for an expression with a finding of its own
@@ -21,13 +21,24 @@ class Scope:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.found: list[Diagnostic] = []
+        self._seen: set[Diagnostic] = set()
         self.dims: dict[str, Any] = source.data.get("dims") or {}
         self.flags: dict[str, Any] = source.data.get("flags") or {}
         self.kinds = {**dict.fromkeys(self.dims, INTEGER), **dict.fromkeys(self.flags, TRUTH)}
+        self.dim_names: Collection[str] = self.dims  # those that a default may name
         self.inside = False  # of a block, where expressions may name its index
 
+    def inherit(self, base: Model) -> None:
+        """The dims and flags of a base spec may stand in expressions of this one."""
+        self.kinds.update({dim.name: INTEGER for dim in base.dims})
+        self.kinds.update({flag.name: TRUTH for flag in base.flags})
+        self.dim_names = {*self.dims, *(dim.name for dim in base.dims)}
+
     def add(self, place: Place, message: str, code: str, hint: str = "") -> None:
-        self.found.append(Diagnostic(place, message, code, hint))
+        finding = Diagnostic(place, message, code, hint)
+        if finding not in self._seen:  # the weights of a group are looked at for every block that has it
+            self._seen.add(finding)
+            self.found.append(finding)
 
     def place(self, *path: str | int) -> Place:
         return self.source.place(path)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from gradgen.expr import Expr, parse, to_text
 from gradgen.model import (
     Backward,
     Block,
+    Buffer,
     Dim,
+    Facts,
     Flag,
     Model,
+    Part,
     Place,
     Preset,
     Requirement,
@@ -22,48 +27,63 @@ from gradgen.model import (
 )
 
 FORMAT = 1
+At = Callable[[Place], "list[int | str]"]
 
 
 def model_to_json(model: Model) -> str:
     """Canonical text: the same model gives the same bytes."""
+
+    def at(place: Place) -> list[int | str]:
+        """A base spec's places name its file."""
+        return [place.line, place.column, *([place.file] if place.file != model.file else [])]
+
     data = {
         "format": FORMAT,
         "name": model.name,
         "summary": model.summary,
         "file": model.file,
-        "dims": [_clean(name=d.name, hf=d.hf, default=_text(d.default), at=_at(d.place)) for d in model.dims],
+        "dims": [
+            _clean(
+                name=d.name,
+                hf=d.hf,
+                default=_text(d.default),
+                min=d.min if d.min != 1 else None,
+                at=at(d.place),
+            )
+            for d in model.dims
+        ],
         "flags": [
             _clean(
                 name=f.name,
                 hf=f.hf,
                 default=f.default,
                 model_types=[list(t) for t in f.hf_model_types] or None,
-                at=_at(f.place),
+                at=at(f.place),
             )
             for f in model.flags
         ],
-        "require": [_clean(that=to_text(r.that), because=r.because, at=_at(r.place)) for r in model.require],
-        "presets": [_clean(name=p.name, values=dict(p.values), at=_at(p.place)) for p in model.presets],
-        "weights": [_weight(w) for w in model.weights],
+        "require": [_clean(that=to_text(r.that), because=r.because, at=at(r.place)) for r in model.require],
+        "presets": [_clean(name=p.name, values=dict(p.values), at=at(p.place)) for p in model.presets],
+        "weights": [_weight(w, at) for w in model.weights],
+        "buffers": [_buffer(b, at) for b in model.buffers],
         "blocks": [
             _clean(
                 id=b.id,
                 count=to_text(b.count),
                 name=b.name,
-                uses=b.uses,
+                uses=_text(b.uses),
                 exists=list(b.at) if isinstance(b.at, tuple) else _text(b.at),
-                weights=[_weight(w) for w in b.weights],
-                at=_at(b.place),
+                weights=[_weight(w, at) for w in b.weights],
+                buffers=[_buffer(x, at) for x in b.buffers] or None,
+                at=at(b.place),
             )
             for b in model.blocks
         ],
         "backward": [
-            _clean(weight=b.weight, blocks=list(b.blocks) or None, at=_at(b.place)) for b in model.backward
+            _clean(weight=b.weight, blocks=list(b.blocks) or None, at=at(b.place)) for b in model.backward
         ],
         "strategies": [
-            _clean(
-                id=s.id, blocks=s.blocks, non_blocks=s.non_blocks, collective=s.collective, at=_at(s.place)
-            )
+            _clean(id=s.id, blocks=s.blocks, non_blocks=s.non_blocks, collective=s.collective, at=at(s.place))
             for s in model.strategies
         ],
     }
@@ -80,7 +100,8 @@ def model_from_json(text: str) -> Model:
     file = data["file"]
 
     def place(entry: dict[str, Any]) -> Place:
-        return Place(file, *entry["at"])
+        line, column, *other = entry["at"]
+        return Place(other[0] if other else file, line, column)
 
     def weight(w: dict[str, Any]) -> Weight:
         tie = w.get("tied_to")
@@ -92,16 +113,28 @@ def model_from_json(text: str) -> Model:
             place=place(w),
             when=_parse(w.get("when")),
             trainable=_parse(w.get("trainable")),
-            tied_to=Tie(tie["weight"], _parse(tie.get("when")), place(tie)) if tie else None,
-            uses=w.get("uses"),
+            tied_to=Tie(
+                tie["weight"], _parse(tie.get("when")), place(tie), tie.get("block"), _parse(tie.get("layer"))
+            )
+            if tie
+            else None,
+            uses=_parse(w.get("uses")),
             may_be_absent=w.get("may_be_absent", False),
             shard=Shard(*w.get("shard", ("flat", 1))),
+            experts=_parse(w.get("experts")),
+            facts=_facts(w.get("facts", {})),
         )
+
+    def buffer(b: dict[str, Any]) -> Buffer:
+        return Buffer(b["id"], tuple(map(parse, b["shape"])), b["name"], place(b), _parse(b.get("when")))
 
     return Model(
         name=data["name"],
         summary=data["summary"],
-        dims=tuple(Dim(d["name"], d.get("hf"), _parse(d.get("default")), place(d)) for d in data["dims"]),
+        dims=tuple(
+            Dim(d["name"], d.get("hf"), _parse(d.get("default")), place(d), d.get("min", 1))
+            for d in data["dims"]
+        ),
         flags=tuple(
             Flag(
                 f["name"],
@@ -122,8 +155,9 @@ def model_from_json(text: str) -> Model:
                 b["name"],
                 tuple(map(weight, b["weights"])),
                 place(b),
-                b.get("uses"),
+                _parse(b.get("uses")),
                 _exists(b.get("exists")),
+                tuple(map(buffer, b.get("buffers", ()))),
             )
             for b in data["blocks"]
         ),
@@ -135,10 +169,29 @@ def model_from_json(text: str) -> Model:
             for s in data["strategies"]
         ),
         file=file,
+        buffers=tuple(map(buffer, data["buffers"])),
     )
 
 
-def _weight(w: Weight) -> dict[str, Any]:
+def _facts(data: dict[str, Any]) -> Facts:
+    parts = tuple(Part(name, parse(size), dim) for name, size, dim in data.get("parts", ()))
+    return Facts(**{**data, "parts": parts})
+
+
+def _facts_data(facts: Facts) -> dict[str, Any] | None:
+    """What is not the default."""
+    data = {f.name: getattr(facts, f.name) for f in fields(facts) if getattr(facts, f.name) != f.default}
+    if facts.parts:
+        data["parts"] = [[part.name, to_text(part.size), part.dim] for part in facts.parts]
+    return data or None
+
+
+def _buffer(b: Buffer, at: At) -> dict[str, Any]:
+    shape = [to_text(size) for size in b.shape]
+    return _clean(id=b.id, shape=shape, name=b.name, when=_text(b.when), at=at(b.place))
+
+
+def _weight(w: Weight, at: At) -> dict[str, Any]:
     tie = w.tied_to
     return _clean(
         id=w.id,
@@ -147,11 +200,17 @@ def _weight(w: Weight) -> dict[str, Any]:
         zero=_text(w.zero),
         when=_text(w.when),
         trainable=_text(w.trainable),
-        tied_to=_clean(weight=tie.weight, when=_text(tie.when), at=_at(tie.place)) if tie else None,
-        uses=w.uses,
+        tied_to=_clean(
+            weight=tie.weight, when=_text(tie.when), block=tie.block, layer=_text(tie.at), at=at(tie.place)
+        )
+        if tie
+        else None,
+        uses=_text(w.uses),
         may_be_absent=w.may_be_absent or None,
         shard=[w.shard.kind, w.shard.rows] if w.shard != Shard() else None,
-        at=_at(w.place),
+        experts=_text(w.experts),
+        facts=_facts_data(w.facts),
+        at=at(w.place),
     )
 
 
@@ -161,10 +220,6 @@ def _clean(**entries: Any) -> dict[str, Any]:
 
 def _exists(value: str | list[int] | None) -> Expr | tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) else _parse(value)
-
-
-def _at(place: Place) -> list[int]:
-    return [place.line, place.column]
 
 
 def _text(expr: Expr | None) -> str | None:

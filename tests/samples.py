@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradgen.expr import Bool, Expr, parse
+from gradgen.expr import Bool, Expr, Num, parse
 from gradgen.model import (
     Backward,
     Block,
@@ -39,6 +39,8 @@ def weight(
     name: str | None = None,
     **facts: Any,
 ) -> Weight:
+    if "uses" in facts:
+        facts["uses"] = Num(facts["uses"])
     for key in ("when", "trainable"):
         facts[key] = expression(facts.get(key))
     extents = tuple(parse(extent) for extent in shape)
@@ -48,7 +50,14 @@ def weight(
 
 
 def block(id: str, count: str, *weights: Weight, name: str | None = None, uses: int | None = None) -> Block:
-    return Block(id, parse(count), f"{id}.{{i}}" if name is None else name, weights, place(24), uses)
+    return Block(
+        id,
+        parse(count),
+        f"{id}.{{i}}" if name is None else name,
+        weights,
+        place(24),
+        None if uses is None else Num(uses),
+    )
 
 
 def strategies() -> tuple[Strategy, ...]:

@@ -307,6 +307,9 @@ def test_what_cannot_be_restored_is_refused() -> None:
     refused({**two[0], "model": "llama"}, 1, "unsharded", "it was saved by llama")
     refused({"a": 1}, 1, "unsharded", "not the state of a gradient manager: KeyError: 'format'")
     refused([], 2, "unsharded", "no state was given")
+    refused(
+        {**two[0], "world_size": 10**9}, 1, "unsharded", "saved by 1000000000 ranks; there are at most 64"
+    )
     bad = {**two[0], "gradients": {**two[0]["gradients"]}}
     name = "layers.1.proj.weight"
     bad["gradients"][name] = {**bad["gradients"][name], "values": np.zeros(3, np.float32)}
@@ -351,6 +354,22 @@ def test_sums_that_do_not_fit_sixteen_bits_are_not_rounded() -> None:
 
     for value in assemble(run_ranks(4, resume)).values():
         assert np.all(value == 260.0)  # 259 in the middle of two bfloat16 numbers, rounded once
+
+
+def test_a_rank_that_is_gone_leaves_the_others_in_need_of_reset() -> None:
+    two = saved(2, "sharded")
+
+    def body(rank: int, comm: Any) -> None:
+        grads = manager(comm, "sharded")
+        if rank == 1:
+            comm.close()
+            return
+        with pytest.raises(gradgen.PeerLost):
+            grads.load_state_dict(two)
+        with pytest.raises(gradgen.CommError, match="(?s)an earlier call failed.*reset"):
+            grads.start_micro_step(1, 4)
+
+    run_ranks(2, body)
 
 
 def test_a_resumed_mean_takes_no_other_divisor() -> None:

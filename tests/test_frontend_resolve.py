@@ -69,7 +69,7 @@ def test_weights(model):
         (),
         parse("tied"),
         parse("not tied"),
-        2,
+        Num(2),
     )
     assert (copy.zero, copy.tied_to.when, copy.trainable, copy.uses) == (Bool(True), None, Bool(False), None)
 
@@ -81,7 +81,7 @@ def test_blocks(model):
     assert [weight.may_be_absent for weight in layer.weights] == [False, True]
     assert (last.count, last.uses, last.weights[0].shard, last.weights[0].when) == (
         Num(1),
-        3,
+        Num(3),
         Shard("whole"),
         Bool(True),
     )

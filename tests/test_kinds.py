@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from gradgen.diagnostics import ConfigError
 from gradgen.plan import layout_text, plan
 from gradgen.resolve import check, check_text
 from gradgen.serialize import model_from_json, model_to_json
-from tests.support import SPECS, STRATEGIES, assemble, model, run_ranks, shards, write
+from tests.steps import Steps
+from tests.support import SPECS, STRATEGIES, assemble, model, run_ranks, shards
 
 SPEC = SPECS / "kinds.yaml"
 SIZES: dict[str, int | bool] = {"hidden": 3, "layers": 5, "dense": 2, "bias": True}
@@ -99,35 +99,6 @@ def test_configurations_that_cannot_be(change: tuple[str, str], values: dict[str
         materialize(changed, configure(changed, {**SIZES, **values}))
 
 
-def gradient(name: str, shape: tuple[int, ...], rank: int, micro_step: int) -> np.ndarray:
-    rng = np.random.default_rng(zlib.crc32(f"{name} {rank} {micro_step}".encode()))
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def step(grads: Any, rank: int, micro_steps: int) -> None:
-    """Every unit in the order of the plan."""
-    records = {(w.block, w.layer, w.id): w for w in grads.weights()}
-    for m in range(micro_steps):
-        with grads.micro_step(m, micro_steps):
-            for run in grads.plan.order:
-                arena = grads.plan.arena(run.unit)
-                for layer in run.layers:
-                    if arena.kind == "weight":
-                        record = records[None, None, arena.id]
-                        tensor = grads.non_block_full(arena.id)
-                        value = gradient(record.name, record.shape, rank, m)
-                        write(tensor, value, tensor.accumulate, record.zero)
-                        grads.notify_non_block(arena.id)
-                        continue
-                    block = grads.block_full(layer, arena.block)
-                    for id, tensor in block.items():
-                        record = records[arena.block, layer, id]
-                        assert tuple(tensor.shape) == record.shape
-                        value = gradient(record.name, record.shape, rank, m)
-                        write(tensor, value, block.accumulate, record.zero)
-                    grads.notify_block(layer, arena.block)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -137,21 +108,22 @@ def test_sums_and_trace(strategy: str, world: int) -> None:
     def body(rank: int, comm: Any) -> Any:
         grads = model("kinds").GradientManager(config, comm, strategy=strategy, poison=True)
         assert grads._native.layout_text() == layout_text(grads.plan)
+        steps = Steps(SPEC, grads)
         for _ in range(2):
-            step(grads, rank, 2)
+            steps.run(rank, 2)
             assert tuple(grads.trace()) == grads.plan_for(2).trace(strategy)
-        return shards(grads)
+        return shards(grads), steps.expected(world, 2)
 
-    results = assemble(run_ranks(world, body))
+    ranks = run_ranks(world, body)
+    results, wanted = assemble([mine for mine, _ in ranks]), ranks[0][1]
     concrete = materialize(check(SPEC), configure(check(SPEC), SIZES))
     names = {weight.name for weight in concrete.weights}
     for kind in concrete.blocks:
         prefixes = [kind.name.replace("{i}", str(layer)) for layer in kind.layers]
         names |= {f"{prefix}.{weight.name}" for prefix in prefixes for weight in kind.weights}
-    assert set(results) == names and len(names) == 2 + 2 * 2 + 3 * 2 + 1 + 1 + 5 * 2 + 2
+    assert set(results) == set(wanted) == names and len(names) == 2 + 2 * 2 + 3 * 2 + 1 + 1 + 5 * 2 + 2
     for name, got in results.items():
-        wanted = sum(gradient(name, got.shape, r, m).astype(float) for r in range(world) for m in range(2))
-        np.testing.assert_allclose(got, wanted / world, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -167,9 +167,10 @@ def test_output_depends_on_the_spec_alone() -> None:
 
 
 def relocated(model: Model, file: str) -> Model:
-    from gradgen.render import _with_file
+    from gradgen.model import Place
+    from gradgen.render import _map_places
 
-    return _with_file(model, file)
+    return _map_places(model, lambda place: Place(file, place.line, place.column), file)
 
 
 def test_paths_of_machines_stay_out() -> None:

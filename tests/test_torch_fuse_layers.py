@@ -81,7 +81,13 @@ def test_linear_under_autocast_sums_in_fp32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_embedding(device: str) -> None:
     torch.manual_seed(0)
-    module = nn.Embedding(50, 16, padding_idx=4, device=device)
+    module = nn.Embedding(50, 16, padding_idx=4 if device == "cpu" else None, device=device)
     ids = torch.randint(0, 50, (64, 32), generator=torch.Generator().manual_seed(0)).to(device)
     runs = [check(module, ids, 1e-6).tensor for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+def test_padding_elsewhere_than_on_the_cpu() -> None:
+    module = nn.Embedding(50, 16, padding_idx=4, device="meta")
+    reason = fuse.fuse(module, Buffer(module.weight), None, 0, False)
+    assert reason == "all rows of padding_idx would be added to one row, one after the other, on a GPU"

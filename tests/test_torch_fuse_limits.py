@@ -221,7 +221,16 @@ def test_copies_and_pickles_are_not_attached() -> None:
             assert torch.allclose(twin(ids(0)), 2 * net(ids(0)))
             entropy(twin, 0).backward()
             assert twin.head.weight.grad is not None
+            twin.zero_grad(set_to_none=True)
+            others = manager()
+            second = attach(twin, others, fuse_wgrad=True)
+            assert second.fused == attachment.fused
+            assert_equal(twin, others)
         entropy(net, 0).backward()
+        assert (
+            "its forward has been replaced by something else"
+            in attach(net, manager(), fuse_wgrad=True).not_fused["head"]
+        )
     attachment.detach()
     attachment.detach()
     assert net.head.weight.grad is None

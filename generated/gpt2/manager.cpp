@@ -6,7 +6,7 @@ namespace gradgen::models::gpt2 {
 namespace {
 
 constexpr std::string_view kName = "gpt2";
-constexpr std::string_view kKey = "8f1fd3164f29d24d";  // of everything the spec means
+constexpr std::string_view kKey = "6b7cff5526804c7b";  // of everything the spec means
 
 constexpr std::array<std::string_view, 7> kConfigNames = {"vocab", "positions", "hidden", "layers", "heads", "ffn", "tied_embeddings"};
 constexpr std::array<std::string_view, 4> kPresets = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"};

@@ -6,7 +6,7 @@ namespace gradgen::models::llama {
 namespace {
 
 constexpr std::string_view kName = "llama";
-constexpr std::string_view kKey = "9d8c2f65b5219d5e";  // of everything the spec means
+constexpr std::string_view kKey = "da96802fc8e1eb2f";  // of everything the spec means
 
 constexpr std::array<std::string_view, 11> kConfigNames = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn",
         "tied_embeddings", "qkv_bias", "o_bias", "mlp_bias"};

@@ -6,7 +6,7 @@ namespace gradgen::models::qwen3 {
 namespace {
 
 constexpr std::string_view kName = "qwen3";
-constexpr std::string_view kKey = "dddfaf8ea92fea7c";  // of everything the spec means
+constexpr std::string_view kKey = "438c09d8be2d8290";  // of everything the spec means
 
 constexpr std::array<std::string_view, 9> kConfigNames = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn",
         "tied_embeddings", "attention_bias"};

@@ -100,6 +100,7 @@ class Attachment:
         self._units: dict[tuple[str | None, int | str], Unit] = {}
         self._undo: list[Callable[[], None]] = []
         self._layers: dict[str, Layer] = {}
+        self._nodes: list[Any] = []
         self._refused: dict[str, str] = {}
         places = {id(pair.parameter): (pair, *self._add(pair)) for pair in pairs}
         if fused is not None:
@@ -201,8 +202,9 @@ class Attachment:
                 self._undo.append(undo)
                 unit.layers.setdefault(index, []).append(done[0])
                 if not none_reaches_hooks():
-                    hook = done[0].node.register_hook(self._finisher(unit, index, parameter))
-                    self._undo.append(hook.remove)
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    self._nodes.append(node)  # its hook lives as long as it does
+                    self._undo.append(node.register_hook(self._finisher(unit, index, parameter)).remove)
 
     def _finisher(self, unit: Unit, index: int, parameter: torch.Tensor) -> Callable[..., None]:
         return lambda *_: self._receive(unit, index, parameter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import lru_cache
 from types import MethodType
 from typing import Any, Protocol
@@ -30,39 +31,38 @@ class Link(Protocol):
     def take(self, unit: Any, index: int) -> tuple[Tensor, bool]: ...
 
 
-class _Nothing:
-    """The link of a copied layer: the copy is not attached."""
-
-    running = False
-
-    def take(self, unit: Any, index: int) -> tuple[Tensor, bool]:
-        raise AssertionError
-
-
 class Layer:
     """The forward of one module while it is fused, and the sink of its weight's gradient."""
 
-    def __init__(
-        self, module: torch.nn.Module, link: Link, unit: Any = None, index: int = 0, dtype: Any = None
-    ) -> None:
-        self.module, self.link, self.unit, self.index, self.dtype = module, link, unit, index, dtype
+    reason: str | None = None  # why a call was left to autograd
+    weight: torch.nn.Parameter
+    unit: Any  # the weight's place
+    index: int
+    kind: str  # device type
+    dtype: torch.dtype
+    zeroed: bool
+    transposed = False
+    padding: int | None = None
+
+    def __init__(self, module: torch.nn.Module, link: Link | None) -> None:
+        self.module = module
+        self.link = link  # None: of a copied model, which is not attached
         self.original: Forward = MethodType(type(module).forward, module)
-        self.reason: str | None = None  # why a call was left to autograd
-        weight = module.weight
-        assert isinstance(weight, torch.nn.Parameter)
-        self.weight = weight
-        self.kind = weight.device.type
-        self.zeroed = False
-        self.transposed = False
-        self.padding: int | None = None
-        self.node: Any = None
 
     def take(self) -> tuple[Tensor, bool]:
+        assert self.link is not None
         return self.link.take(self.unit, self.index)
+
+    def _idle(self) -> bool:
+        """Whether this call is none of ours. A compiled graph computes gradients by itself."""
+        link = self.link
+        return (
+            torch.compiler.is_compiling() or link is None or not link.running or not torch.is_grad_enabled()
+        )
 
     def product(self, x: Tensor) -> Tensor:
         """The forward of linear layers."""
-        if torch.compiler.is_compiling() or not self.link.running or not torch.is_grad_enabled():
+        if self._idle():
             return self.original(x)
         parameters = self.module._parameters
         weight = parameters["weight"]
@@ -90,7 +90,7 @@ class Layer:
 
     def lookup(self, indices: Tensor) -> Tensor:
         """The forward of embeddings."""
-        if torch.compiler.is_compiling() or not self.link.running or not torch.is_grad_enabled():
+        if self._idle():
             return self.original(indices)
         weight = self.module._parameters["weight"]
         reason = self._reason(weight, indices)
@@ -105,7 +105,7 @@ class Layer:
         """None: this call can be fused. Else why not; "" for what autograd's way reports by itself."""
         if weight is not self.weight or weight.dtype != self.dtype or not weight.requires_grad:
             return ""  # replaced, converted or frozen after attach
-        if type(x) is not Tensor:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return f"its input is a {type(x).__name__}"
         if torch._C._are_functorch_transforms_active():
             return "a torch.func transform runs around it"
@@ -114,18 +114,11 @@ class Layer:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        """Of a copied model: a layer of the copied module, which is not attached."""
-        return _unattached(memo[id(self.module)])
+        """Of a copied model: a layer of the copied module."""
+        return Layer(deepcopy(self.module, memo), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unattached, (self.module,)
-
-
-def _unattached(module: torch.nn.Module) -> Layer:
-    layer = object.__new__(Layer)
-    layer.module, layer.link = module, _Nothing()
-    layer.original = MethodType(type(module).forward, module)
-    return layer
+        return Layer, (self.module, None)
 
 
 def fuse(
@@ -135,20 +128,25 @@ def fuse(
     refusal = _refusal(module)
     if refusal is not None:
         return refusal
-    weight: Any = module.weight
-    layer = Layer(module, link, unit, index, weight.dtype)
-    layer.node = torch.autograd.graph.get_gradient_edge(weight).node
-    layer.zeroed = zeroed
+    layer, weight = Layer(module, link), module.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    layer.unit, layer.index, layer.zeroed = unit, index, zeroed
+    layer.weight, layer.kind, layer.dtype = weight, weight.device.type, weight.dtype
     layer.transposed = _shape_of(module) == "Conv1D"
     layer.padding = getattr(module, "padding_idx", None)
     forward: Any = layer.lookup if _shape_of(module) == "Embedding" else layer.product
     module.forward = forward
 
     def undo() -> None:
-        if getattr(module.__dict__.get("forward"), "__self__", None) is layer:
+        if _layer_of(module) is layer:
             del module.__dict__["forward"]
 
     return layer, undo
+
+
+def _layer_of(module: torch.nn.Module) -> Layer | None:
+    layer = getattr(module.__dict__.get("forward"), "__self__", None)
+    return layer if isinstance(layer, Layer) else None
 
 
 def _shape_of(module: torch.nn.Module) -> str | None:
@@ -175,7 +173,7 @@ def _refusal(module: Any) -> str | None:
         if isinstance(module, tuple(_known())):
             return f"{name} has a forward of its own"
         return f"{name} is neither a linear layer nor an embedding"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and getattr(_layer_of(module), "link", module) is not None:
         return "its forward has been replaced by something else"
     if type(module.weight) is not torch.nn.Parameter:
         return f"its weight is a {type(module.weight).__name__}"
@@ -186,6 +184,8 @@ def _refusal(module: Any) -> str | None:
             return f"it uses {'max_norm' if module.max_norm is not None else 'scale_grad_by_freq'}"
         if module.weight.dtype not in (torch.float32, torch.float64):
             return f"in {_short(module.weight.dtype)} every row added would be rounded; autograd rounds once"
+        if module.padding_idx is not None and module.weight.device.type != "cpu":
+            return "all rows of padding_idx would be added to one row, one after the other, on a GPU"
     return None
 
 

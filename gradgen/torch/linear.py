@@ -25,7 +25,6 @@ class Sink(Protocol):
     """Where the gradient of one weight goes."""
 
     weight: torch.nn.Parameter
-    node: Any  # autograd's node that would add to `weight.grad`
     kind: str  # device type
     zeroed: bool  # the buffer is zero when it is handed out
     reason: str | None  # why a gradient was left to autograd
@@ -34,10 +33,11 @@ class Sink(Protocol):
         """The weight's buffer, about to be written, and whether to add."""
 
 
-def wanted(sink: Sink) -> bool:
-    """Whether this backward pass is one that only adds to the weight's gradient.
+def wanted(ctx: Any, sink: Sink) -> bool:
+    """Whether this backward pass is one that only adds to the gradient of the weight, the function's second input.
 
-    It is not for `backward(inputs=...)` without the weight, nor for `torch.autograd.grad`.
+    It is not for `backward(inputs=...)` without the weight, nor for `torch.autograd.grad`. Autograd's node for the
+    weight is asked for here and not kept: it would pin the stream on which the weight's hook runs.
     """
     if torch.is_grad_enabled():  # create_graph=True: what is done here is differentiated too
         sink.reason = "a graph of its gradient was asked for"
@@ -47,7 +47,7 @@ def wanted(sink: Sink) -> bool:
         sink.reason = "its weight has a hook, which wants to see the gradient"
         return False
     try:
-        return torch._C._will_engine_execute_node(sink.node)
+        return torch._C._will_engine_execute_node(ctx.next_functions[1][0])
     except RuntimeError:  # torch.autograd.grad with the weight among its inputs
         return False
 
@@ -92,7 +92,7 @@ def _product_backward(ctx: Any, sink: Sink, gradient: Tensor) -> Gradients:
     columns = x if flat else x.reshape(-1, x.shape[-1])
     left, right = (columns, rows) if ctx.transposed else (rows, columns)
     of_weight = None
-    if into_weight and wanted(sink):
+    if into_weight and wanted(ctx, sink):
         buffer, add = sink.take()
         if buffer.dtype != left.dtype:
             _wide(buffer, left.t(), right, add)
@@ -148,7 +148,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         (indices,) = ctx.saved_tensors
         sink: Sink = ctx.sink
-        if not wanted(sink):
+        if not wanted(ctx, sink):
             padding = -1 if ctx.padding is None else ctx.padding
             of_weight = torch.ops.aten.embedding_backward(gradient, indices, ctx.rows, padding, False, False)
             return None, of_weight, None, None

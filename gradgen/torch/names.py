@@ -57,8 +57,10 @@ def match(model: torch.nn.Module, grads: Manager, rename: Rename = None) -> list
     parameters = {
         _checkpoint_name(name, rename): p for name, p in model.named_parameters(remove_duplicate=False)
     }
-    records = {record.name: record for record in grads.weights()}
+    every = list(grads.weights())
+    records = {record.name: record for record in every if not record.buffer}
     problems = _missing_and_extra(parameters, records)
+    problems += _buffer_differences(model, [record for record in every if record.buffer], rename)
     pairs = []
     for name, record in records.items():
         parameter = parameters.get(name)
@@ -87,6 +89,19 @@ def _missing_and_extra(parameters: Mapping[str, torch.nn.Parameter], records: Ma
     missing = [n for n, r in records.items() if n not in parameters and r.tied_to is None]
     problems = [f"{n}: in the spec, not in the model{_hint(n, extra)}" for n in missing]
     return problems + [f"{n}: in the model, not in the spec{_hint(n, missing)}" for n in extra]
+
+
+def _buffer_differences(model: torch.nn.Module, records: list[WeightRecord], rename: Rename) -> list[str]:
+    buffers = {_checkpoint_name(name, rename): b for name, b in model.named_buffers()} if records else {}
+    problems = []
+    for record in records:
+        buffer = buffers.get(record.name)
+        if buffer is None:
+            problems.append(f"{record.name}: a buffer in the spec, not in the model")
+        elif tuple(buffer.shape) != tuple(record.shape):
+            shapes = f"{list(buffer.shape)} in the model, {list(record.shape)} in the spec"
+            problems.append(f"{record.name}: a buffer of shape {shapes}")
+    return problems
 
 
 def _hint(name: str, others: list[str]) -> str:

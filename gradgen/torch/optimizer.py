@@ -45,7 +45,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     model, grads: as given to `attach`; parameters are fp32 or bf16, contiguous, and equal on all ranks
         (checked by a checksum).
-    no_decay: weights that get weight_decay=0: a predicate of (name, parameter), or checkpoint names.
+    no_decay: weights that get weight_decay=0: a predicate of (name, parameter), or checkpoint names; None:
+        those for which the spec says `decay: false`; (): none.
     master: keep this rank's shards in the accumulator's dtype too, and step those; None: when the
         parameters' dtype is another.
     elementwise: vouch for a class that gradgen does not know. gather_bytes: of one rank's piece of a
@@ -102,6 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gathers.append(PackedGather(packed, ranks, grads.rank, grads.all_gather, gather_bytes))
         self._own = [s for s in self._shards if s.numel]
         self._local = [_local(shard, master) for shard in self._own]
+        if no_decay is None:
+            no_decay = {pair.name for pair in pairs if not pair.record.decay}
         self.inner = cls(_groups(self._own, self._local, no_decay), **kw)
         self.skipped = 0  # steps left out because of non-finite gradients
         self._memory = [(p.name, p.parameter, p.parameter.data_ptr(), p.parameter.dtype) for p in pairs]
@@ -261,7 +264,7 @@ def _is_copy(local: torch.Tensor, shard: Shard) -> bool:
 
 
 def _groups(shards: list[Shard], local: list[torch.nn.Parameter], no_decay: NoDecay) -> list[dict[str, Any]]:
-    if no_decay is None:
+    if not no_decay:
         return [{"params": local}]
     if isinstance(no_decay, str):
         raise UsageError(

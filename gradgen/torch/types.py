@@ -23,6 +23,8 @@ class WeightRecord(Protocol):
     tied_to: str | None
     zero: bool
     may_be_absent: bool
+    buffer: bool
+    decay: bool
 
 
 class Communicator(Protocol):

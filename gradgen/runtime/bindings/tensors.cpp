@@ -123,6 +123,19 @@ PyTensor wrap(const PyBlock& block, const TensorShard& shard) {
     return {shard.tensor, shard.offset, shard.global_shape, block.accumulate};
 }
 
+// A weight by its id; one weight an expert by their common id, as a list.
+py::object weight_of(const PyBlock& block, const std::string& id) {
+    if (block.tensors.find(id)) return py::cast(wrap(block, item(block, id)));
+    py::list experts;
+    for (std::size_t i = 0; i < block.tensors.size(); ++i) {
+        const std::string& one = block.tensors.id(i);
+        if (one.size() > id.size() && one.starts_with(id) && one[id.size()] == '.')
+            experts.append(wrap(block, block.tensors.shard(i)));
+    }
+    if (experts.empty()) (void)item(block, id);  // says what there is
+    return std::move(experts);
+}
+
 }  // namespace
 
 std::int64_t index_from(const py::handle& value, const char* what) {
@@ -234,11 +247,11 @@ void bind_tensors(py::module_& m) {
         .def_property_readonly(
             "accumulate", [](const PyBlock& b) { return b.accumulate; },
             "True: add to what is there. False: overwrite (weights that need zeros hold zeros).")
-        .def("__getitem__", [](const PyBlock& b, const std::string& id) { return wrap(b, item(b, id)); })
+        .def("__getitem__", [](const PyBlock& b, const std::string& id) { return weight_of(b, id); })
         .def("__getattr__",
              [](const PyBlock& b, const std::string& id) {
                  try {
-                     return wrap(b, item(b, id));
+                     return weight_of(b, id);
                  } catch (const py::key_error& error) {
                      throw py::attribute_error(error.what());
                  }

@@ -36,19 +36,48 @@ std::string suggestion(std::string_view name, std::span<const std::string_view> 
     return near.empty() ? "" : "; did you mean " + in_quotes(near) + "?";
 }
 
-void check_weights(const std::string& model, const std::vector<WeightDesc>& weights) {
+/// The weights that the owner of a tensor is among; nullptr where the block or layer does not exist.
+const std::vector<WeightDesc>* owners_of(const ModelDesc& model, const std::vector<WeightDesc>& weights,
+                                         const WeightDesc& weight) {
+    if (weight.tied_block == kSameScope) return &weights;
+    if (weight.tied_block < 0) return &model.weights;
+    const BlockDesc& block = model.blocks.at(static_cast<std::size_t>(weight.tied_block));
+    const std::int64_t layer = weight.tied_layer;
+    if (block.kinds.empty()) return layer >= 0 && layer < block.count ? &block.weights : nullptr;
+    for (const BlockKind& kind : block.kinds)
+        if (std::binary_search(kind.layers.begin(), kind.layers.end(), layer)) return &kind.weights;
+    return nullptr;
+}
+
+void check_tie(const ModelDesc& model, const std::vector<WeightDesc>& weights, const WeightDesc& weight) {
+    std::string owner = in_quotes(weight.tied_to);
+    if (weight.tied_block >= 0)
+        owner += " of block " + in_quotes(model.blocks.at(static_cast<std::size_t>(weight.tied_block)).id) + " layer " +
+                 std::to_string(weight.tied_layer);
+    const auto refuse = [&](const std::string& why) {
+        throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " is tied to " + owner + ", which " + why +
+                          " (" + weight.place + ")");
+    };
+    const std::vector<WeightDesc>* family = owners_of(model, weights, weight);
+    if (!family) refuse("does not exist in this configuration");
+    const auto is_owner = [&](const WeightDesc& other) { return other.id == weight.tied_to && other.present; };
+    const auto found = std::find_if(family->begin(), family->end(), is_owner);
+    if (found == family->end()) refuse("does not exist in this configuration");
+    if (!found->tied_to.empty()) refuse("is tied itself");
+    if (found->shape != weight.shape) refuse("has another shape");
+    if (weight.trainable && !found->trainable) refuse("is frozen: its gradient would have no place");
+}
+
+void check_weights(const ModelDesc& model, const std::vector<WeightDesc>& weights) {
     for (const WeightDesc& weight : weights) {
         if (!weight.present) continue;
         try {
             (void)weight.numel();
         } catch (const std::logic_error& error) {  // negative, or more than can be counted
-            throw ConfigError(model + ": " + error.what());
+            throw ConfigError(model.name + ": " + error.what());
         }
-        const auto owns = [&](const WeightDesc& other) { return other.id == weight.tied_to && other.present; };
-        if (!weight.tied_to.empty() && std::none_of(weights.begin(), weights.end(), owns)) {
-            throw ConfigError(model + ": weight " + in_quotes(weight.id) + " is tied to " + in_quotes(weight.tied_to) +
-                              ", which does not exist in this configuration (" + weight.place + ")");
-        }
+        if (weight.uses < 0) throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " has a negative `uses`");
+        if (!weight.tied_to.empty()) check_tie(model, weights, weight);
     }
 }
 
@@ -124,26 +153,34 @@ const std::int64_t* ConfigReader::find(std::string_view name) {
     return nullptr;
 }
 
-std::int64_t ConfigReader::checked_dim(std::string_view name, std::int64_t value) {
+std::int64_t ConfigReader::checked_dim(std::string_view name, std::int64_t value, std::int64_t least) {
     try {
-        require_dim(model_, name, value);
+        require_dim(model_, name, value, least);
     } catch (const ConfigError&) {
-        problems_.push_back(in_quotes(name) + " must be between 1 and 2147483648, not " + std::to_string(value));
+        problems_.push_back(in_quotes(name) + " must be between " + std::to_string(least) + " and 2147483648, not " +
+                            std::to_string(value));
     }
     return value;
 }
 
-std::int64_t ConfigReader::dim(std::string_view name) {
-    if (const std::int64_t* value = find(name)) return checked_dim(name, *value);
+std::int64_t ConfigReader::dim(std::string_view name) { return dim_from(1, name); }
+
+std::int64_t ConfigReader::dim(std::string_view name, const std::function<std::int64_t()>& fallback) {
+    return dim_from(1, name, fallback);
+}
+
+std::int64_t ConfigReader::dim_from(std::int64_t least, std::string_view name) {
+    if (const std::int64_t* value = find(name)) return checked_dim(name, *value, least);
     missing_.emplace_back(name);
     return 0;
 }
 
-std::int64_t ConfigReader::dim(std::string_view name, const std::function<std::int64_t()>& fallback) {
-    if (const std::int64_t* value = find(name)) return checked_dim(name, *value);
+std::int64_t ConfigReader::dim_from(std::int64_t least, std::string_view name,
+                                    const std::function<std::int64_t()>& fallback) {
+    if (const std::int64_t* value = find(name)) return checked_dim(name, *value, least);
     if (!missing_.empty() || !problems_.empty()) return 0;
     try {
-        return checked_dim(name, fallback());
+        return checked_dim(name, fallback(), least);
     } catch (const ConfigError& error) {
         problems_.push_back("the default of " + in_quotes(name) + " cannot be computed: " + error.what());
         return 0;
@@ -171,10 +208,10 @@ void ConfigReader::finish() const {
     if (!text.empty()) throw ConfigError(std::string(model_) + ": " + text);
 }
 
-void require_dim(std::string_view model, std::string_view name, std::int64_t value) {
-    if (value >= 1 && value <= kMaxDim) return;
-    throw ConfigError(std::string(model) + ": " + in_quotes(name) + " must be between 1 and 2147483648, not " +
-                      std::to_string(value));
+void require_dim(std::string_view model, std::string_view name, std::int64_t value, std::int64_t least) {
+    if (value >= least && value <= kMaxDim) return;
+    throw ConfigError(std::string(model) + ": " + in_quotes(name) + " must be between " + std::to_string(least) +
+                      " and 2147483648, not " + std::to_string(value));
 }
 
 void require(bool holds, std::string_view model, std::string_view that, std::string_view because,
@@ -186,14 +223,42 @@ void require(bool holds, std::string_view model, std::string_view that, std::str
 }
 
 void check_model(const ModelDesc& model) {
-    check_weights(model.name, model.weights);
+    check_weights(model, model.weights);
     for (const BlockDesc& block : model.blocks) {
         if (block.count < 0)
             throw ConfigError(model.name + ": the count of block " + in_quotes(block.id) + " is " +
                               std::to_string(block.count));
-        check_weights(model.name, block.weights);
-        for (const BlockKind& kind : block.kinds) check_weights(model.name, kind.weights);
+        check_weights(model, block.weights);
+        for (const BlockKind& kind : block.kinds) check_weights(model, kind.weights);
     }
+}
+
+std::int64_t declared_uses(std::int64_t uses) {
+    if (uses < 1 || uses > kMaxLayers)
+        throw ConfigError("`uses` is " + std::to_string(uses) + "; it lies between 1 and " +
+                          std::to_string(kMaxLayers));
+    return uses;
+}
+
+void for_experts(const WeightDesc& weight, std::int64_t experts, std::vector<WeightDesc>& out) {
+    if (experts < 0 || experts > 65536)
+        throw ConfigError("weight " + in_quotes(weight.id) + " has " + std::to_string(experts) +
+                          " experts; there may be up to 65536 (" + weight.place + ")");
+    const std::size_t at = weight.name.find("{e}");
+    for (std::int64_t e = 0; e < experts; ++e) {
+        WeightDesc& desc = out.emplace_back(weight);
+        desc.id += "." + std::to_string(e);
+        if (at != std::string::npos) desc.name.replace(at, 3, std::to_string(e));
+    }
+}
+
+std::vector<Tensor> tensors_of(const TensorContainer& tensors, std::string_view id) {
+    std::vector<Tensor> out;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+        const std::string& one = tensors.id(i);
+        if (one.size() > id.size() && one.starts_with(id) && one[id.size()] == '.') out.push_back(tensors.tensor(i));
+    }
+    return out;
 }
 
 std::vector<std::int64_t> all_layers(const BlockDesc& block) {

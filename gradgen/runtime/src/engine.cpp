@@ -61,10 +61,14 @@ const std::vector<WeightDesc>& EngineManager::block_weights(int block, std::int6
 int EngineManager::unit_of_block(int block, std::int64_t layer) const {
     (void)kind_of(block, layer);
     const int unit = block_unit_[static_cast<std::size_t>(block)][static_cast<std::size_t>(layer)];
-    if (unit < 0)
-        throw StateError(model_.name + ": block '" + model_.blocks[static_cast<std::size_t>(block)].id +
-                         "' has no trainable weight, so it has no gradients");
-    return unit;
+    if (unit >= 0) return unit;
+    const std::string at = model_.name + ": block '" + model_.blocks[static_cast<std::size_t>(block)].id + "'";
+    for (const WeightDesc& desc : block_weights(block, layer))
+        if (desc.present && desc.trainable && !desc.tied_to.empty())
+            throw StateError(at + " layer " + std::to_string(layer) +
+                             " has no buffers of its own: its weights are tied to others; get those, such as '" +
+                             desc.tied_to + "'");
+    throw StateError(at + " has no trainable weight, so it has no gradients");
 }
 
 int EngineManager::unit_of_weight(int weight) const {
@@ -76,6 +80,11 @@ int EngineManager::unit_of_weight(int weight) const {
         throw StateError(model_.name + ": weight '" + desc.id +
                          "' does not exist in this configuration (its `when` is false)");
     if (!desc.trainable) throw StateError(model_.name + ": weight '" + desc.id + "' is frozen: it has no gradient");
+    if (!desc.tied_to.empty() && desc.tied_block >= 0) {
+        const std::string& id = model_.blocks[static_cast<std::size_t>(desc.tied_block)].id;
+        throw StateError(model_.name + ": weight '" + desc.id + "' is tied to '" + desc.tied_to + "' of block '" + id +
+                         "', which hands it out: get layer " + std::to_string(desc.tied_layer) + " of that block");
+    }
     return weight_unit_[static_cast<std::size_t>(weight)];
 }
 
@@ -163,7 +172,7 @@ void EngineManager::set_divide(const void* number, DType type) {
 bool EngineManager::visit(Unit& unit, int weight) {
     const std::string at = model_.name + ": " + unit.name + ", " + where();
     if (unit.status == Status::out) throw StateError(at + ": handed out already; notify it before getting it again");
-    const int declared = weight >= 0 ? model_.weights[static_cast<std::size_t>(weight)].uses : unit.uses;
+    const std::int64_t declared = weight >= 0 ? weight_uses_[static_cast<std::size_t>(weight)] : unit.uses;
     const int count = weight >= 0 ? weight_visits_[static_cast<std::size_t>(weight)] : unit.visits;
     if (declared > 0 && count >= declared)
         throw StateError(at + ": use " + std::to_string(count + 1) +

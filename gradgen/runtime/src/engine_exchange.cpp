@@ -106,12 +106,12 @@ void EngineManager::free_slot(Unit& unit) {
 }
 
 // Every buffer holds a finished block that waits for one before it in plan order. Those before it are taken as not
-// visited.
+// visited, or as finished.
 void EngineManager::make_room() {
     std::size_t ready = next_;
     while (ready < units_.size() && !(units_[ready].status == Status::sent && exchanged(units_[ready]) &&
                                       units_[ready].placement == Placement::sharded)) {
-        if (units_[ready].status == Status::out || units_[ready].status == Status::written) {
+        if (units_[ready].status == Status::out) {
             ready = units_.size();
             break;
         }
@@ -121,8 +121,14 @@ void EngineManager::make_room() {
         throw StateError(model_.name + ", " + where() + ": more blocks are in use at once than block_buffers = " +
                          std::to_string(options_.block_buffers) +
                          " holds; notify a block before getting the next, or raise block_buffers");
-    for (; next_ <= ready; ++next_)
-        if (exchanged(units_[next_])) post(static_cast<int>(next_));
+    for (; next_ <= ready; ++next_) {
+        Unit& unit = units_[next_];
+        if (unit.status == Status::written) {  // it waits for more uses, and by the plan there are none
+            unit.status = Status::sent;
+            if (staged(unit) && unit.placement == Placement::full) accumulate_local(unit);
+        }
+        if (exchanged(unit)) post(static_cast<int>(next_));
+    }
 }
 
 // A call about another unit tells that the written ones are finished (unless the spec says that more uses come): they

@@ -462,8 +462,14 @@ std::vector<WeightRecord> EngineManager::weights() const {
         if (!d.present) return;
         WeightRecord record{
             full_name(block, layer, d), d.id, block, layer, d.shape, d.trainable, d.zero, d.may_be_absent, ""};
-        for (const WeightDesc& other : family)
-            if (!d.tied_to.empty() && other.id == d.tied_to) record.tied_to = full_name(block, layer, other);
+        if (!d.tied_to.empty()) {
+            const bool same = d.tied_block == kSameScope;
+            const int scope = same ? block : d.tied_block;
+            const std::int64_t at = same ? layer : d.tied_layer;
+            const auto& owners = same ? family : scope < 0 ? model_.weights : block_weights(scope, at);
+            for (const WeightDesc& other : owners)
+                if (other.id == d.tied_to) record.tied_to = full_name(scope, at, other);
+        }
         out.push_back(std::move(record));
     };
     for (const WeightDesc& d : model_.weights) add(-1, -1, d, model_.weights);

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
+#include <map>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 
 #include "gradgen/engine.h"
 #include "gradgen/error.h"
+#include "gradgen/tables.h"
 
 namespace gradgen {
 namespace {
@@ -51,6 +53,7 @@ EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared
     std::string refusal;
     try {
         refuse_impossible();
+        check_model(model_);
         backend_ = make_backend(options_.device);
         const OnDevice device(*backend_);
         if (comm_->world_size() > 1 && !comm_->on_device()) backend_->reach_peers();
@@ -170,64 +173,107 @@ void EngineManager::make_units() {
         return static_cast<int>(units_.size()) - 1;
     };
 
-    weight_unit_.assign(model_.weights.size(), -1);
-    weight_order_.assign(model_.weights.size(), 0);
-    weight_visits_.assign(model_.weights.size(), 0);
-    // A tied group is one unit at the place of its last use in backward order.
-    const auto owner = [&](int w) {
-        const WeightDesc& desc = model_.weights[static_cast<std::size_t>(w)];
-        if (desc.tied_to.empty()) return w;
-        for (std::size_t o = 0; o < model_.weights.size(); ++o)
-            if (model_.weights[o].id == desc.tied_to) return static_cast<int>(o);
-        throw ConfigError(model_.name + ": weight '" + desc.id + "' is tied to '" + desc.tied_to +
-                          "', which does not exist");
+    const std::vector<BufferUse> uses = buffer_uses();
+    std::map<BufferKey, std::size_t> last;
+    std::map<BufferKey, std::int64_t> extra;  // uses by weights of blocks, and by weights outside of one in a block
+    for (std::size_t n = 0; n < uses.size(); ++n) {
+        last[uses[n].key] = n;
+        extra[uses[n].key] += uses[n].extra;
+    }
+    const std::size_t count = model_.weights.size();
+    weight_unit_.assign(count, -1), weight_order_.assign(count, 0);
+    weight_visits_.assign(count, 0), weight_uses_.assign(count, 0);
+    std::vector<int> seen(count, 0);
+    for (std::size_t w = 0; w < count; ++w) {
+        const std::int64_t declared = model_.weights[w].uses, more = extra[{-1, static_cast<std::int64_t>(w)}];
+        weight_uses_[w] = declared > 0 ? declared + more : 0;
+        seen[w] = more > 0 ? 1 : 0;  // a block may come first: nobody may be told to overwrite without zeros
+    }
+    for (std::size_t n = 0; n < uses.size(); ++n) {
+        const BufferKey key = uses[n].key;
+        if (uses[n].weight >= 0 && key.block < 0)
+            weight_order_[static_cast<std::size_t>(uses[n].weight)] = seen[static_cast<std::size_t>(key.index)]++;
+        if (last[key] != n) continue;  // a buffer with several uses is one unit, at the place of the last
+        std::int64_t own = 0, expected = extra[key];
+        bool declared = false;
+        if (key.block >= 0) {
+            const auto b = static_cast<std::size_t>(key.block), at = static_cast<std::size_t>(key.index);
+            const auto variant = static_cast<std::size_t>(block_kind_[b][at]);
+            const int u = add(key.block, variant, key.index, static_cast<int>(first_kind[b] + variant),
+                              strategy_.blocks, uid[b] + static_cast<std::uint32_t>(key.index) * stride[b],
+                              "block '" + model_.blocks[b].id + "' layer " + std::to_string(key.index));
+            block_unit_[b][at] = u;
+            own = model_.blocks[b].uses;
+            for (const WeightDesc& desc : model_.blocks[b].kinds[variant].weights)
+                if (desc.owns_buffer()) own = std::max(own, desc.uses);
+            declared = own > 0;
+            if (declared) units_.back().uses = own + expected;
+            expected += std::max<std::int64_t>(1, own);
+        } else {
+            const auto o = static_cast<std::size_t>(key.index);
+            const int u = add(-1, 0, key.index, static_cast<int>(o), strategy_.non_blocks, 0,
+                              "weight '" + model_.weights[o].id + "'");
+            for (std::size_t w = 0; w < count; ++w) {
+                const WeightDesc& desc = model_.weights[w];
+                if (!desc.present || !desc.trainable || owner_of(-1, static_cast<std::int64_t>(w), desc) != key)
+                    continue;
+                weight_unit_[w] = u;
+                expected += std::max<std::int64_t>(1, desc.uses);
+                declared |= desc.uses > 0;
+            }
+        }
+        units_.back().expected = std::max<std::int64_t>(1, expected);
+        units_.back().strict = declared || expected > 1;
+    }
+}
+
+// Where the gradient of a weight lies: its own buffer, or that of the weight it is tied to.
+EngineManager::BufferKey EngineManager::owner_of(int block, std::int64_t index, const WeightDesc& desc) const {
+    if (desc.tied_to.empty() || (block >= 0 && desc.tied_block == kSameScope)) return {block, index};
+    if (desc.tied_block >= 0) return {desc.tied_block, desc.tied_layer};
+    for (std::size_t o = 0; o < model_.weights.size(); ++o)
+        if (model_.weights[o].id == desc.tied_to) return {-1, static_cast<std::int64_t>(o)};
+    throw ConfigError(model_.name + ": weight '" + desc.id + "' is tied to '" + desc.tied_to +
+                      "', which does not exist");
+}
+
+// Every use of a buffer in backward order.
+std::vector<EngineManager::BufferUse> EngineManager::buffer_uses() const {
+    std::vector<BufferUse> out;
+    const auto visit_block = [&](int number, std::int64_t layer) {
+        const auto b = static_cast<std::size_t>(number);
+        if (layer >= model_.blocks[b].count || block_kind_[b][static_cast<std::size_t>(layer)] < 0) return;
+        const std::vector<WeightDesc>& weights = block_weights(number, layer);
+        const auto own = [](const WeightDesc& desc) { return desc.owns_buffer(); };
+        if (std::any_of(weights.begin(), weights.end(), own)) out.push_back({{number, layer}, -1, 0});
+        std::vector<BufferUse> shared;
+        for (const WeightDesc& desc : weights) {
+            if (!desc.present || !desc.trainable || desc.tied_to.empty()) continue;
+            const BufferKey key = owner_of(number, layer, desc);
+            if (desc.tied_block == kSameScope) continue;
+            const auto same = [&](const BufferUse& use) { return use.key == key; };
+            const auto found = std::find_if(shared.begin(), shared.end(), same);
+            if (found == shared.end())
+                shared.push_back({key, -1, 1});
+            else if (key.block < 0)
+                ++found->extra;  // a weight outside is handed out for each, a block once for all
+        }
+        out.insert(out.end(), shared.begin(), shared.end());
     };
-    std::vector<int> remaining(model_.weights.size(), 0), seen(model_.weights.size(), 0);
-    const auto usable = [&](int w) {
-        const auto& d = model_.weights[static_cast<std::size_t>(w)];
-        return d.present && d.trainable;
-    };
-    for (const BackwardDesc& item : model_.backward)
-        if (item.weight >= 0 && usable(item.weight)) ++remaining[static_cast<std::size_t>(owner(item.weight))];
     for (const BackwardDesc& item : model_.backward) {
-        if (item.weight < 0) {
-            std::int64_t count = 0;
-            for (const int b : item.blocks) count = std::max(count, model_.blocks[static_cast<std::size_t>(b)].count);
-            for (std::int64_t layer = count - 1; layer >= 0; --layer)
-                for (const int number : item.blocks) {
-                    const auto b = static_cast<std::size_t>(number), at = static_cast<std::size_t>(layer);
-                    const BlockDesc& block = model_.blocks[b];
-                    if (layer >= block.count || block_kind_[b][at] < 0) continue;
-                    const auto variant = static_cast<std::size_t>(block_kind_[b][at]);
-                    const std::size_t kind = first_kind[b] + variant;
-                    if (layouts_[kind].slots.empty()) continue;
-                    const int u = add(number, variant, layer, static_cast<int>(kind), strategy_.blocks,
-                                      uid[b] + static_cast<std::uint32_t>(layer) * stride[b],
-                                      "block '" + block.id + "' layer " + std::to_string(layer));
-                    units_[static_cast<std::size_t>(u)].uses = block.uses;
-                    units_[static_cast<std::size_t>(u)].expected = std::max(1, block.uses);
-                    units_[static_cast<std::size_t>(u)].strict = block.uses > 0;
-                    block_unit_[b][at] = u;
-                }
+        if (item.weight >= 0) {
+            const WeightDesc& desc = model_.weights[static_cast<std::size_t>(item.weight)];
+            if (!desc.present || !desc.trainable) continue;
+            const BufferKey key = owner_of(-1, item.weight, desc);
+            out.push_back({key, item.weight, key.block >= 0 ? 1 : 0});
             continue;
         }
-        if (!usable(item.weight)) continue;
-        const auto o = static_cast<std::size_t>(owner(item.weight));
-        weight_order_[static_cast<std::size_t>(item.weight)] = seen[o]++;
-        if (--remaining[o] > 0) continue;
-        const int u = add(-1, 0, static_cast<std::int64_t>(o), static_cast<int>(o), strategy_.non_blocks, 0,
-                          "weight '" + model_.weights[o].id + "'");
-        int expected = 0;
-        bool declared = false;
-        for (std::size_t w = 0; w < model_.weights.size(); ++w) {
-            if (!usable(static_cast<int>(w)) || owner(static_cast<int>(w)) != static_cast<int>(o)) continue;
-            weight_unit_[w] = u;
-            expected += std::max(1, model_.weights[w].uses);
-            declared |= model_.weights[w].uses > 0;
-        }
-        units_[static_cast<std::size_t>(u)].expected = std::max(1, expected);
-        units_[static_cast<std::size_t>(u)].strict = declared || expected > 1;
+        std::int64_t count = 0;
+        for (const int b : item.blocks) count = std::max(count, model_.blocks[static_cast<std::size_t>(b)].count);
+        for (std::int64_t layer = count - 1; layer >= 0; --layer)
+            for (const int b : item.blocks) visit_block(b, layer);
     }
+    return out;
 }
 
 // What kernels read, and the events between lanes.

@@ -15,6 +15,8 @@ namespace gradgen {
 
 namespace {
 
+constexpr int kMostRanks = 64;  // what a sum takes at once
+
 bool power_of_two(int value) { return (value & (value - 1)) == 0; }
 
 /// Scaling by a / b drops no bit (of numbers that stay in range).
@@ -59,15 +61,23 @@ std::string moment(const SavedState& s) {
 
 }  // namespace
 
-SavedState EngineManager::save_state() {
-    Guard guard(*this, "state_dict");
-    if (stage_ == Stage::inside) throw StateError(model_.name + ": state_dict inside " + where() + "; end it first");
+// A collective that fails leaves the manager failed: only reset() brings the ranks together again.
+void EngineManager::remembering(const std::function<void()>& collective) {
     try {
-        drain();  // the other ranks' part of what this one has posted
+        collective();
     } catch (const std::exception& error) {
         failure_ = error.what();
         throw;
+    } catch (...) {
+        failure_ = "a call was interrupted";
+        throw;
     }
+}
+
+SavedState EngineManager::save_state() {
+    Guard guard(*this, "state_dict");
+    if (stage_ == Stage::inside) throw StateError(model_.name + ": state_dict inside " + where() + "; end it first");
+    remembering([&] { drain(); });  // the other ranks' part of what this one has posted
     if (captured_) step_ = backend_->read_step();
     SavedState out;
     out.rank = comm_->rank(), out.world_size = comm_->world_size();
@@ -118,7 +128,10 @@ void EngineManager::check_states(std::span<const SavedState> states) const {
     if (states.empty()) refuse("no state was given");
     const SavedState& first = states.front();
     const int world = comm_->world_size();
-    std::vector<bool> seen(static_cast<std::size_t>(std::max(first.world_size, 1)), false);
+    if (first.world_size < 1 || first.world_size > kMostRanks)
+        refuse("saved by " + std::to_string(first.world_size) + " ranks; there are at most " +
+               std::to_string(kMostRanks));
+    std::vector<bool> seen(static_cast<std::size_t>(first.world_size), false);
     for (const SavedState& s : states) {
         if (s.world_size != first.world_size || s.rank < 0 || s.rank >= first.world_size ||
             seen[static_cast<std::size_t>(s.rank)])
@@ -255,7 +268,7 @@ void EngineManager::load_state(std::span<const SavedState> given, const std::str
     Guard guard(*this, "load_state_dict");
     if (stage_ == Stage::inside)
         throw StateError(model_.name + ": load_state_dict inside " + where() + "; end it first");
-    drain();
+    remembering([&] { drain(); });
     std::string refusal;
     std::exception_ptr error;
     const auto forget = [&] {
@@ -302,7 +315,8 @@ void EngineManager::load_state(std::span<const SavedState> given, const std::str
     }
     if (comm_->world_size() > 1) {  // a rank that refuses must not leave the others in another place of the step
         const std::string place = std::to_string(step_) + " " + std::to_string(micro_step_);
-        const std::vector<std::string> all = comm_->gather_objects(error ? "error: " + refusal.substr(0, 4000) : place);
+        std::vector<std::string> all;
+        remembering([&] { all = comm_->gather_objects(error ? "error: " + refusal.substr(0, 4000) : place); });
         for (std::size_t rank = 0; rank < all.size() && !error; ++rank) {
             const bool refused = all[rank].starts_with("error: ");
             if (refused || all[rank] != all[0])

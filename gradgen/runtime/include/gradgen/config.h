@@ -39,21 +39,24 @@ class ConfigReader {
     std::int64_t dim(std::string_view name);
     /// `fallback` runs only when the value was not given and everything before it was fine.
     std::int64_t dim(std::string_view name, const std::function<std::int64_t()>& fallback);
+    /// The same for dims that may be less than 1.
+    std::int64_t dim_from(std::int64_t least, std::string_view name);
+    std::int64_t dim_from(std::int64_t least, std::string_view name, const std::function<std::int64_t()>& fallback);
     bool flag(std::string_view name);
     bool flag(std::string_view name, bool fallback);
     void finish() const;
 
   private:
     const std::int64_t* find(std::string_view name);
-    std::int64_t checked_dim(std::string_view name, std::int64_t value);
+    std::int64_t checked_dim(std::string_view name, std::int64_t value, std::int64_t least);
 
     std::string_view model_;
     const ConfigValues& values_;
     std::vector<std::string> missing_, problems_;
 };
 
-/// Throws a ConfigError unless 1 <= value <= 2^31.
-void require_dim(std::string_view model, std::string_view name, std::int64_t value);
+/// Throws a ConfigError unless least <= value <= 2^31.
+void require_dim(std::string_view model, std::string_view name, std::int64_t value, std::int64_t least = 1);
 
 /// Throws a ConfigError that quotes the requirement, its reason and its place in the spec.
 void require(bool holds, std::string_view model, std::string_view that, std::string_view because,

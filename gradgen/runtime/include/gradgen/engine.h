@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -157,8 +158,8 @@ class EngineManager : public GradientManager {
         bool offloaded = false;            // `buffer` is pinned host memory
         Event ready;                       // on the caller's lane: this rank's contribution is complete
         int slot = -1;                     // staging in use, or the unit's own
-        int uses = 0;                      // declared visits of a block a micro-step, 0: not declared
-        int expected = 1;                  // visits after which nothing more is awaited
+        std::int64_t uses = 0;             // declared visits of a block a micro-step, 0: not declared
+        std::int64_t expected = 1;         // visits after which nothing more is awaited
         bool strict = false;  // `expected` was declared (uses, ties): finished when it is reached, not before
         Status status = Status::idle;
         int visits = 0;             // of this micro-step
@@ -209,7 +210,19 @@ class EngineManager : public GradientManager {
     void clear_step();
     std::string where() const;
     // engine_setup.cpp: units, memory and agreement between ranks
+    struct BufferKey {
+        int block = -1;
+        std::int64_t index = 0;  // layer, or weight
+        auto operator<=>(const BufferKey&) const = default;
+    };
+    struct BufferUse {
+        BufferKey key;
+        int weight = -1;         // outside the blocks, whose use this is
+        std::int64_t extra = 0;  // contributions by a weight that is tied to one elsewhere
+    };
     void make_units();
+    BufferKey owner_of(int block, std::int64_t index, const WeightDesc& desc) const;
+    std::vector<BufferUse> buffer_uses() const;
     void allocate();
     void refuse_impossible() const;
     void agree(const std::string& refusal);
@@ -262,6 +275,7 @@ class EngineManager : public GradientManager {
     void multiply(double factor);
 
     // engine_state.cpp
+    void remembering(const std::function<void()>& collective);
     void check_states(std::span<const SavedState> states) const;
     bool restore_unit(Unit& unit, std::span<const SavedState> states,
                       std::span<const std::map<std::string, const SavedGradient*>> by_name);
@@ -309,6 +323,7 @@ class EngineManager : public GradientManager {
     std::int64_t nonfinite_ = 0, skipped_steps_ = 0;
     bool step_skipped_ = false;
     std::vector<int> weight_visits_;
+    std::vector<std::int64_t> weight_uses_;  // declared, with those of weights in blocks that are tied to it; 0: not
     std::vector<TraceEntry> trace_;
     MemoryUse memory_;
     std::mutex busy_;

@@ -14,15 +14,19 @@ constexpr std::int64_t kAlignment = 64;  // elements; every weight and every sha
 
 enum class ShardKind : std::uint8_t { flat, rows, whole };
 
+constexpr int kOutside = -1, kSameScope = -2;  // where the owner of a tensor is, when it is not in another block
+
 struct WeightDesc {
     std::string id;
     std::string name;                 // checkpoint name; relative to the block's name inside a block
     std::vector<std::int64_t> shape;  // {} for a scalar
     bool present = true;              // `when`
     bool trainable = true;
-    bool zero = false;    // the first touch needs zeros
-    std::string tied_to;  // id of the weight that owns the buffer, or ""
-    int uses = 0;         // declared contributions a micro-step, 0: not declared
+    bool zero = false;            // the first touch needs zeros
+    std::string tied_to;          // id of the weight that owns the buffer, or ""
+    int tied_block = kSameScope;  // that the owner is in
+    std::int64_t tied_layer = 0;  // its index there
+    std::int64_t uses = 0;        // declared contributions a micro-step, 0: not declared
     bool may_be_absent = false;
     ShardKind shard = ShardKind::flat;
     std::int64_t rows = 1;  // unit of `rows`
@@ -42,7 +46,7 @@ struct BlockDesc {
     std::string id;
     std::string name;  // with {i}
     std::int64_t count = 0;
-    int uses = 0;
+    std::int64_t uses = 0;
     std::vector<WeightDesc> weights;  // of all its blocks, where they are alike and all of them exist
     std::vector<BlockKind> kinds;     // otherwise
 };

@@ -38,7 +38,9 @@ struct WeightFacts {
     bool trainable = true;
     bool zero = false;
     std::string_view tied_to = {};
-    int uses = 0;
+    int tied_block = kSameScope;
+    std::int64_t tied_layer = 0;
+    std::int64_t uses = 0;
     bool may_be_absent = false;
     ShardKind shard = ShardKind::flat;
     std::int64_t rows = 1;
@@ -62,6 +64,7 @@ void add(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows,
     desc.trainable = facts.trainable;
     desc.zero = facts.zero;
     desc.tied_to = facts.tied_to;
+    if (!facts.tied_to.empty()) desc.tied_block = facts.tied_block, desc.tied_layer = facts.tied_layer;
     desc.uses = facts.uses;
     desc.may_be_absent = facts.may_be_absent;
     desc.shard = facts.shard;
@@ -72,6 +75,20 @@ void add(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows,
 template <class Id, std::size_t N>
 void add_absent(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows, Id id) {
     add(out, rows, id, {}, {.present = false});
+}
+
+/// Appends `weight` once for each expert. Throws ConfigError for a number of experts that cannot be.
+void for_experts(const WeightDesc& weight, std::int64_t experts, std::vector<WeightDesc>& out);
+
+/// Appends one weight an expert: "id.3", with the expert for {e} in its checkpoint name.
+template <class Id, std::size_t N>
+void add_experts(std::vector<WeightDesc>& out, const std::array<WeightRow<Id>, N>& rows, Id id, std::int64_t experts,
+                 std::initializer_list<std::int64_t> shape, const WeightFacts& facts = {}) {
+    add(out, rows, id, shape, facts);
+    if (!facts.present) return;
+    const WeightDesc desc = std::move(out.back());
+    out.pop_back();
+    for_experts(desc, experts, out);
 }
 
 constexpr std::int64_t kMaxLayers = std::int64_t{1} << 20;  // of a stack whose blocks are told apart one by one
@@ -108,6 +125,12 @@ void add_kinds(BlockDesc& block, const std::vector<std::int64_t>& layers, const 
 
 /// Throws ConfigError for a tie to a weight that the configuration leaves out, and for sizes that cannot be.
 void check_model(const ModelDesc& model);
+
+/// `uses` that the spec computes. Throws ConfigError for what is no number of uses.
+std::int64_t declared_uses(std::int64_t uses);
+
+/// Tensors of a block's weight that is one weight an expert, by expert.
+std::vector<Tensor> tensors_of(const TensorContainer& tensors, std::string_view id);
 
 // One step of the backward order.
 template <class Id>
