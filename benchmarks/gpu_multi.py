@@ -281,11 +281,11 @@ def main() -> int:
     unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    for spec in ("gpu_blocks.yaml", "step_model_gpu.yaml"):
-        prebuild(args.device, HERE / spec)
     run = Run(args)
     if run.ranks < 2:
-        parser.error(f"needs 2 ranks or more, and there are {run.ranks} GPUs; --ranks N puts several on one")
+        parser.error(f"needs 2 ranks or more, and there are {run.gpus} GPUs; --ranks N puts several on one")
+    for spec in ("gpu_blocks.yaml", "step_model_gpu.yaml"):
+        prebuild(args.device, HERE / spec)
     results = run.results
     results |= {
         "command": command_line("python benchmarks/gpu_multi.py"),

@@ -52,7 +52,9 @@ PEAK_LIMIT = 1.01
 def prebuild(device: str, spec: Path = HERE / "step_model_gpu.yaml") -> None:
     """Compiles before the clock runs and ranks wait for each other."""
     code = f"import gradgen; gradgen.load({str(spec)!r}, device={device!r})"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment())
+    if done.returncode:  # it has said why
+        raise SystemExit(f"{spec.name} could not be built for {device}")
 
 
 def one_run(group: Group, steps: int) -> dict[str, Any]:
