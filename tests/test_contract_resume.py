@@ -119,6 +119,7 @@ def test_a_state_is_plain_and_survives_torch_save() -> None:
     assert bits(other) == bits(straight)
 
 
+@pytest.mark.skipif(support.DEVICE != "cpu", reason="the test itself reads a GPU with torch")
 def test_a_state_is_a_copy_and_plain_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     grads = manager(None, "unsharded")

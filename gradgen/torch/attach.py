@@ -97,6 +97,10 @@ class Attachment:
     def __init__(self, pairs: list[Pair], grads: Manager, fused: torch.nn.Module | None) -> None:
         self._grads = grads
         self.running = False  # within a micro-step
+        # Autograd runs the hooks of all ranks of a process in one thread a GPU, where a rank that waits for another
+        # would wait for ever. Where ranks are threads, backward stays in the rank's own.
+        self._meets = grads.device != "cpu" and grads.world_size > 1 and grads.transport == "threads"
+        self._autograd: bool | None = None  # what was set before a micro-step
         self._units: dict[tuple[str | None, int | str], Unit] = {}
         self._undo: list[Callable[[], None]] = []
         self._layers: dict[str, Layer] = {}
@@ -122,8 +126,14 @@ class Attachment:
         calls = {name: layer.reason for name, layer in self._layers.items() if layer.reason}
         return {**self._refused, **calls}
 
+    def _release(self) -> None:
+        if self._autograd is not None:
+            torch._C._set_multithreading_enabled(self._autograd)
+            self._autograd = None
+
     def detach(self) -> None:
         """Removes the hooks; gradients go to `p.grad` again. Safe to call twice."""
+        self._release()
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -210,11 +220,15 @@ class Attachment:
         return lambda *_: self._receive(unit, index, parameter)
 
     def _start(self) -> None:
+        if self._meets and self._autograd is None:
+            self._autograd = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
         self.running = True
         for unit in self._units.values():  # what an exception left open
             unit.buffers = None
 
     def _end(self) -> None:
+        self._release()
         self.running = False
         for unit in self._units.values():
             if unit.buffers is not None:

@@ -195,6 +195,7 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
     Unit& unit = units_[static_cast<std::size_t>(u)];
     require_inside("non_block_full", unit.name);
     return guarded(failure_, [&] {
+        const Range range(*backend_, "hand out", unit.name);
         bool holds = visit(unit, weight);
         settle(u);
         progress();
@@ -231,6 +232,7 @@ BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
     Unit& unit = units_[static_cast<std::size_t>(u)];
     require_inside("block_full", unit.name);
     return guarded(failure_, [&] {
+        const Range range(*backend_, "hand out", unit.name);
         bool holds = visit(unit, -1);
         settle(u);
         progress();

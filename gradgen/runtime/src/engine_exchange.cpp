@@ -154,6 +154,7 @@ void EngineManager::accumulate_local(Unit& unit) {
     const ReduceSource source{slot.arena->data, false};
     // Copies over PCIe must not hold up the backward pass.
     const Lane lane = unit.offloaded ? Lane::exchange : Lane::caller;
+    const Range range(*backend_, "accumulate", unit.name);
     if (unit.offloaded) backend_->wait(lane, unit.ready.get());
     ReduceArgs args;
     args.target_type = accumulator_;
@@ -187,6 +188,7 @@ void EngineManager::issue(bool flush) {
 
 void EngineManager::post(int index) {
     Unit& unit = units_[static_cast<std::size_t>(index)];
+    const Range range(*backend_, "exchange", unit.name);
     const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
     const bool sharded = unit.placement == Placement::sharded;
     const int world = comm_->world_size();
@@ -251,8 +253,7 @@ void EngineManager::complete_front() {
     constexpr Lane lane = Lane::exchange;
     if (backend_->on_gpu())
         for (const void* event : comm_->source_events(flight.ticket)) backend_->wait(lane, event);
-    backend_->begin_range("reduce");
-    backend_->begin_range(unit.name.c_str());
+    const Range range(*backend_, "reduce", unit.name);
     ReduceArgs args;
     args.target_type = accumulator_;
     args.target_in_arena = !sharded;
@@ -280,8 +281,6 @@ void EngineManager::complete_front() {
             unit.stats.sum_squares += whole.sum_squares, unit.stats.nonfinite += whole.nonfinite;
         }
     });
-    backend_->end_range();
-    backend_->end_range();
     unit.touched = true;
     unit.scaled = flight.last;
     backend_->record(slot.consumed, lane);

@@ -296,6 +296,7 @@ Tensor EngineManager::clip_grad_norm_tensor(double max_norm) {
             if (!everything && !unit.mine_whole.empty())
                 backend_->clip(accumulator_, data, in_arena, unit.mine_whole, Lane::caller);
         });
+    if (options_.offload) backend_->synchronize();  // the optimizer reads host memory
     return backend_->norm_tensor();
 }
 
@@ -344,6 +345,7 @@ void EngineManager::multiply(double by) {
             if (!everything && !unit.mine_whole.empty())
                 backend_->scale(accumulator_, data, in_arena, unit.mine_whole, by, Lane::caller);
         });
+    if (options_.offload) backend_->synchronize();
     if (norm_squared_) *norm_squared_ *= by * by;
     if (norm_known_) backend_->scale_total(by);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "gradgen/kernels.h"
@@ -118,6 +119,21 @@ class Backend {
     /// Multiplies by the clipping factor of `max_norm` (1 where the norm is below it, or not finite).
     virtual void prepare_clip(double /*max_norm*/) {}
     virtual void clip(DType, void* /*data*/, bool /*in_arena*/, const SegmentList&, Lane) {}
+};
+
+/// Names what happens until its end for profilers: an operation, and the unit that it works on.
+class Range {
+  public:
+    Range(Backend& backend, const char* operation, const std::string& unit) : backend_(backend) {
+        backend.begin_range(operation);
+        backend.begin_range(unit.c_str());
+    }
+    ~Range() { backend_.end_range(), backend_.end_range(); }
+    Range(const Range&) = delete;
+    Range& operator=(const Range&) = delete;
+
+  private:
+    Backend& backend_;
 };
 
 /// Makes a backend's device current for this thread, and puts back what was.
