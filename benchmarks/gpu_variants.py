@@ -93,10 +93,12 @@ def fsdp2(model: Decoder, options: set[str], device: torch.device) -> Variant:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if "fp32" in options else None)
     keep = "keep" in options
+    kept: dict[str, Any] = {"reshard_after_forward": False} if keep else {}  # else as FSDP2 chooses
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(part, mesh=mesh, mp_policy=policy, **kept)
     sharded: Any = model  # fully_shard has added methods
-    sharded.set_reshard_after_backward(not keep)
+    if keep:
+        sharded.set_reshard_after_backward(False)
     parameters = list(model.parameters())  # the shards: once gathered, the model shows whole ones
 
     def micro(i: int, n: int) -> AbstractContextManager[Any]:

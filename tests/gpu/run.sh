@@ -91,7 +91,7 @@ chosen() { printf '%s\n' "${wanted[@]}" | grep -qx "$1"; }
 
 if chosen build; then
     command -v nvcc >/dev/null || { echo "nvcc is missing"; exit 1; }
-    step 300 programs compile
+    step $((dry ? 900 : 300)) programs compile  # two cores need more
     [ $dry -eq 1 ] || step 300 modules modules
 fi
 if [ $dry -eq 1 ]; then
