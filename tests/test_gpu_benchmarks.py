@@ -228,3 +228,19 @@ def test_layers_that_fit() -> None:
     assert gpu_multi.large_layers(140) == 32
     assert gpu_multi.large_layers(24) == 10
     assert gpu_multi.large_layers(4) == 2
+
+
+def test_marks_of_the_model_come_in_the_order_of_its_backward_pass() -> None:
+    pytest.importorskip("torch")
+    import gpu_model
+
+    size = gpu_model.SIZES["tiny"]
+    model, marks = gpu_model.make(size, "cpu"), list[int]()
+    undo = gpu_model.mark_layers(model, marks.append)
+    (batch,) = gpu_model.batches(size, "cpu", 1)
+    model(*batch).backward()
+    assert marks == [2, 1, 0]
+    for remove in undo:
+        remove()
+    model(*batch).backward()
+    assert marks == [2, 1, 0]
