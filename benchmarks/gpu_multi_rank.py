@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -118,7 +119,8 @@ def collectives(
     }
     for grads in managers:
         grads.close()
-    del bodies
+    del bodies, grads, step, managers
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result
@@ -146,6 +148,8 @@ def main() -> None:
             blocks, dtype, rounds = values
             answer(**collectives(module, comm, device, blocks, dtype, int(rounds)))
         elif command == "end":
+            if comm is not None:
+                comm.close()
             dist.destroy_process_group()
             answer(ended=True)
             return

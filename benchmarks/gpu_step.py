@@ -38,8 +38,12 @@ NAMES = {
     "ddp_view_nosync": "DDP, bucket views, no_sync",
     "fsdp2": "FSDP2",
     "fsdp2_nosync": "FSDP2, no sync",
+    "fsdp2_keep": "FSDP2, parameters kept",
+    "fsdp2_fp32_keep": "FSDP2, parameters kept, fp32",
     "gradgen_unsharded": "attach",
     "gradgen_unsharded_fused": "attach, fuse_wgrad",
+    "gradgen_sharded_fused": "attach, fuse_wgrad, sharded",
+    "gradgen_sharded_all_to_all_fused": "attach, fuse_wgrad, all_to_all",
 }
 STEP_LIMITS = {"gradgen_unsharded": 1.01, "gradgen_unsharded_fused": 0.99}
 PEAK_LIMIT = 1.01
@@ -48,7 +52,9 @@ PEAK_LIMIT = 1.01
 def prebuild(device: str, spec: Path = HERE / "step_model_gpu.yaml") -> None:
     """Compiles before the clock runs and ranks wait for each other."""
     code = f"import gradgen; gradgen.load({str(spec)!r}, device={device!r})"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment())
+    if done.returncode:  # it has said why
+        raise SystemExit(f"{spec.name} could not be built for {device}")
 
 
 def one_run(group: Group, steps: int) -> dict[str, Any]:
@@ -202,7 +208,12 @@ def main() -> int:
     write(args.out, results)
     print(f"{args.size}, {results['parameters'] / 1e6:.0f}M parameters, {results['rounds']} rounds")
     print(show(summary))
-    print("\n".join([*(target.line() for target in met), *(f"WRONG   {text}" for text in problems)]))
+    if args.device == "cpu" or args.size == "tiny":
+        print("a check of this script: no measurement")
+    else:
+        print("\n".join(target.line() for target in met))
+    for text in problems:
+        print(f"WRONG   {text}")
     return 1 if problems else 0
 
 

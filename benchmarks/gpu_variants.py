@@ -42,18 +42,18 @@ def needs_group(name: str, world: int) -> bool:
     return world > 1 or name.startswith(("ddp", "fsdp2"))
 
 
-def clearing(model: torch.nn.Module) -> Callable[[], None]:
+def clearing(parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
     def clear() -> None:
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = None
 
     return clear
 
 
-def squares(model: torch.nn.Module) -> torch.Tensor:
+def squares(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     """Sum of squares of what this rank holds."""
     parts = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -63,7 +63,8 @@ def squares(model: torch.nn.Module) -> torch.Tensor:
 
 def floor(model: Decoder) -> Variant:
     """Ranks that do not talk to each other: what the model costs by itself."""
-    return Variant(model, clearing(model), lambda: float(squares(model)) ** 0.5)
+    parameters = list(model.parameters())
+    return Variant(model, clearing(parameters), lambda: float(squares(parameters)) ** 0.5)
 
 
 def ddp(model: Decoder, options: set[str], device: torch.device) -> Variant:
@@ -78,34 +79,39 @@ def ddp(model: Decoder, options: set[str], device: torch.device) -> Variant:
     def micro(i: int, n: int) -> AbstractContextManager[Any]:
         return wrapped.no_sync() if "nosync" in options and i < n - 1 else contextlib.nullcontext()
 
-    return Variant(wrapped, clearing(model), lambda: float(squares(model)) ** 0.5, micro)
+    parameters = list(model.parameters())
+    return Variant(wrapped, clearing(parameters), lambda: float(squares(parameters)) ** 0.5, micro)
 
 
 def fsdp2(model: Decoder, options: set[str], device: torch.device) -> Variant:
-    """keep: parameters stay whole until the last micro-step of a step, as gradgen's do. nosync: so do gradients."""
+    """keep: parameters stay whole, as gradgen's do, so that only gradients travel. nosync: gradients stay whole until
+    the last micro-step.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if "fp32" in options else None)
     keep = "keep" in options
+    kept: dict[str, Any] = {"reshard_after_forward": False} if keep else {}  # else as FSDP2 chooses
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(part, mesh=mesh, mp_policy=policy, **kept)
     sharded: Any = model  # fully_shard has added methods
+    if keep:
+        sharded.set_reshard_after_backward(False)
+    parameters = list(model.parameters())  # the shards: once gathered, the model shows whole ones
 
     def micro(i: int, n: int) -> AbstractContextManager[Any]:
         if "nosync" in options:
             sharded.set_requires_gradient_sync(i == n - 1)
-        if keep:
-            sharded.set_reshard_after_backward(i == n - 1)
         return contextlib.nullcontext()
 
     def norm() -> float:
-        total = squares(model)
+        total = squares(parameters)
         dist.all_reduce(total)
         return float(total) ** 0.5
 
-    return Variant(model, clearing(model), norm, micro)
+    return Variant(model, clearing(parameters), norm, micro)
 
 
 def gradgen_variant(model: Decoder, size: Size, strategy: str, fused: bool, device: torch.device) -> Variant:
@@ -126,6 +132,7 @@ def gradgen_variant(model: Decoder, size: Size, strategy: str, fused: bool, devi
     def close() -> None:
         attachment.detach()
         grads.close()
+        comm.close()
 
     return Variant(
         model,

@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_manager  # noqa: E402
+import gpu_multi  # noqa: E402
 import gpu_overlap  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_step  # noqa: E402
@@ -157,3 +158,73 @@ def test_every_part_of_the_manager_benchmark_is_shown_and_judged() -> None:
     assert judged["host us a block, C++, direct bf16"] is None
     assert judged["offload: device memory gone / plan"] is False
     assert judged["stochastic step's traffic / copy, llama-2-7b, 8 layers"] is True
+
+
+def collective(*, all_to_all: float) -> dict[str, Any]:
+    """Two ranks; the second is slower in one round."""
+
+    def rank(late: float) -> dict[str, Any]:
+        return {
+            "ms": {
+                "manager reduce_scatter": [2.0, 2.0 + late, 2.0],
+                "manager all_to_all": [all_to_all] * 3,
+                "nccl reduce_scatter": [1.9] * 3,
+                "nccl all_to_all": [2.0] * 3,
+                "nccl reduce_scatter fp32": [4.0] * 3,
+            },
+            "arena_bytes": 400_000_000,
+            "transport": "nccl",
+            "memory": {"reduce_scatter": [100, 100], "all_to_all": [120, 100]},
+            "host_behind": 1,
+        }
+
+    return gpu_multi.join_collectives([rank(0.0), rank(1.0)], 2)
+
+
+def test_collectives_are_judged_by_the_slowest_rank() -> None:
+    row = collective(all_to_all=2.2)
+    assert row["ms"]["manager reduce_scatter"] == 2.0 and row["host_behind"] == 2
+    assert row["bus_gb_per_s"]["manager reduce_scatter"] == pytest.approx(100)
+    assert row["bus_gb_per_s"]["nccl reduce_scatter fp32"] == pytest.approx(
+        100
+    )  # twice the bytes in twice the time
+    assert row["of_nccl"] == {"reduce_scatter": pytest.approx(0.95), "all_to_all": pytest.approx(2 / 2.2)}
+    results = {"collectives": {"cases": {"llama-7b bf16": row}}}
+    judged = {target.what: target.met for target in gpu_multi.targets(results)}
+    assert judged["llama-7b bf16 reduce_scatter: bandwidth / NCCL"] is True
+    assert judged["llama-7b bf16 all_to_all: bandwidth / NCCL"] is False
+    assert judged["llama-7b bf16 all_to_all: time / NCCL fp32 reduce_scatter"] is True
+    assert judged["llama-7b bf16 all_to_all: bytes held / plan"] is False
+    assert "llama-7b bf16  400      all_to_all      2200.0   2000.0" in gpu_multi.show(results)
+
+
+def test_steps_of_several_ranks_are_judged_in_their_memory_class() -> None:
+    times = {
+        "floor": (100.0, None),
+        "ddp_view_nosync": (104.0, None),
+        "gradgen_unsharded_fused": (103.0, 50),
+        "fsdp2": (130.0, None),
+        "fsdp2_keep": (110.0, None),
+        "gradgen_sharded_fused": (106.0, 50),
+        "gradgen_sharded_all_to_all_fused": (104.0, 60),
+    }
+    summary = {
+        name: {"step_ms": ms, "over_plain_ms": ms - 100, "planned_bytes": planned, "manager_bytes": 50}
+        for name, (ms, planned) in times.items()
+    }
+    judged = {target.what: target.value for target in gpu_multi.targets({"step": {"summary": summary}})}
+    assert judged["953M: exposed communication / FSDP2"] == pytest.approx(0.4)
+    assert judged["953M, whole gradients: step / DDP"] == pytest.approx(103 / 104)
+    assert judged["953M, sharded: step / best FSDP2"] == pytest.approx(104 / 110)
+    assert judged["953M gradgen_sharded_all_to_all_fused: bytes held / plan"] == pytest.approx(50 / 60)
+
+
+def test_scaling_is_relative_to_the_fewest_ranks() -> None:
+    text = gpu_multi.show_scaling({"step_ms": {"1": {"a": 90.0}, "4": {"a": 100.0}}})
+    assert "90.0 (1.000)  100.0 (0.900)" in text
+
+
+def test_layers_that_fit() -> None:
+    assert gpu_multi.large_layers(140) == 32
+    assert gpu_multi.large_layers(24) == 10
+    assert gpu_multi.large_layers(4) == 2

@@ -5,7 +5,7 @@
 #   tests/gpu/run.sh --dry [steps]                         what needs no GPU: compiles, and checks the benchmarks' own code
 # Steps: build (the kernels' programs, the runtime and the models), kernels (their test), tests (the contract and
 # tests/gpu on the GPU), sanitize, benchmarks. Each has a time limit of its own; the table says which ran out.
-# Results and logs go to $OUT where it is set, else to benchmarks/results and the build folder.
+# Results go to $OUT where it is set (with steps.txt: the table and the ends of the logs), else to benchmarks/results.
 # PYTHON (python3) runs gradgen and torch. ARCH=80 (or another compute capability) replaces that of the GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -27,7 +27,7 @@ arch=${arch:-90}
 runtime=gradgen/runtime
 build=.cache/gpu-tests/sm_$arch
 out=${OUT:-benchmarks/results}
-logs=${OUT:-$build}
+logs=$build
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} NCCL_NVLS_ENABLE=0
 # One cache for tests and benchmarks, so that the runtime is compiled once (tests/conftest.py names the same folder).
 export GRADGEN_CACHE=$PWD/.cache/gradgen-tests
@@ -91,7 +91,7 @@ chosen() { printf '%s\n' "${wanted[@]}" | grep -qx "$1"; }
 
 if chosen build; then
     command -v nvcc >/dev/null || { echo "nvcc is missing"; exit 1; }
-    step 300 programs compile
+    step $((dry ? 900 : 300)) programs compile  # two cores need more
     [ $dry -eq 1 ] || step 300 modules modules
 fi
 if [ $dry -eq 1 ]; then

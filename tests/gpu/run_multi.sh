@@ -2,8 +2,9 @@
 # Everything about several GPUs of one host, one rank a GPU: builds, tests, measures; ends in a table, within 8 minutes.
 #   tests/gpu/run_multi.sh              all steps
 #   tests/gpu/run_multi.sh --dry        what needs no GPU: the benchmarks' own code, and their path over gloo
-# RANKS=4 takes another number of ranks than there are GPUs; more ranks than GPUs need NCCL 2.30 or later. Results and
-# logs go to $OUT where it is set, else to benchmarks/results and .cache/gpu-tests/multi. PYTHON (python3) runs torch.
+# RANKS=4 takes another number of ranks than there are GPUs; more ranks than GPUs need NCCL 2.30 or later. Results go to
+# $OUT where it is set (with steps.txt: the table and the ends of the logs), else to benchmarks/results. PYTHON (python3)
+# runs gradgen and torch.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -18,7 +19,7 @@ python=${PYTHON:-python3}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 ranks=${RANKS:-$gpus}
 out=${OUT:-benchmarks/results}
-logs=${OUT:-.cache/gpu-tests/multi}
+logs=.cache/gpu-tests/multi
 total=470  # seconds
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} NCCL_NVLS_ENABLE=0 GLOO_SOCKET_IFNAME=lo
 export GRADGEN_CACHE=$PWD/.cache/gradgen-tests
@@ -57,6 +58,6 @@ step 60 parity torchrun tests/gpu/nccl_rank.py models
 step 45 peers peers
 step 45 bench-overlap torchrun benchmarks/gpu_overlap.py --out "$out/gpu_overlap.json"
 left=$((total - SECONDS))
-step $left bench-multi "$python" benchmarks/gpu_multi.py --ranks "$ranks" --limit $((left - 15)) --out "$out/gpu_multi.json"
+step $left bench-multi "$python" benchmarks/gpu_multi.py --ranks "$ranks" --rounds 2 --limit $((left - 15)) --out "$out/gpu_multi.json"
 show contract parity bench-overlap bench-multi
 finish

@@ -48,9 +48,20 @@ show() {
     done
 }
 
+# Prints the table and ends. Where OUT is set, one file there holds the table and the ends of all logs of this run.
 finish() {
-    echo
-    [ ${#steps[@]} -gt 0 ] && printf '%s\n' "${steps[@]}" |
-        awk -F '|' '{printf "%-7s %-14s %6s  %s\n", $1, $2, $3, $4}'
+    local table="" name
+    [ ${#steps[@]} -gt 0 ] && table=$(printf '%s\n' "${steps[@]}" |
+        awk -F '|' '{printf "%-7s %-14s %6s  %s\n", $1, $2, $3, $4}')
+    printf '\n%s\n' "$table"
+    if [ -n "${OUT:-}" ]; then
+        {
+            echo "$table"
+            printf '%s\n' "${steps[@]}" | cut -d '|' -f 2 | while read -r name; do
+                printf '\n--- %s\n' "$name"
+                tail -n 400 "$logs/$name.log"
+            done
+        } >"$OUT/steps.txt"
+    fi
     exit $failed
 }
