@@ -95,6 +95,9 @@ def mark_layers(model: Decoder, mark: Callable[[int], None]) -> list[Callable[[]
     """Calls `mark(layer)` where the backward pass of a layer begins. Returns what removes that."""
 
     def watch(layer: int) -> Callable[..., None]:
-        return lambda _module, _inputs, output: output.register_hook(lambda _gradient: mark(layer))
+        def begin(_module: object, _inputs: object, output: torch.Tensor) -> None:
+            output.register_hook(lambda _gradient: mark(layer))
+
+        return begin
 
     return [part.register_forward_hook(watch(i)).remove for i, part in enumerate(model.layers)]
