@@ -95,11 +95,9 @@ def mark_layers(model: Decoder, mark: Callable[[int], None]) -> list[Callable[[]
     """Calls `mark(layer)` where the backward pass of a layer begins. Returns what removes that."""
 
     def watch(layer: int) -> Callable[..., None]:
-        def hook(
-            _module: nn.Module, _inputs: Any, output: Tensor
-        ) -> None:  # a value would replace the output
+        def begin(_module: object, _inputs: object, output: torch.Tensor) -> None:
             output.register_hook(lambda _gradient: mark(layer))
 
-        return hook
+        return begin
 
     return [part.register_forward_hook(watch(i)).remove for i, part in enumerate(model.layers)]

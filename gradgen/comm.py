@@ -213,12 +213,17 @@ def from_torch(
 
 
 def find_nccl() -> str:
-    """The libnccl of this process: GRADGEN_NCCL, else the one that torch loaded, else the system's by name."""
+    """The libnccl of this process: GRADGEN_NCCL, else the one whose functions everybody finds ("": preloaded, or torch's),
+    else one that is loaded, else the system's by name.
+    """
+    import ctypes
     import os
 
     named = os.environ.get("GRADGEN_NCCL")
     if named:
         return named
+    if hasattr(ctypes.CDLL(None), "ncclGetVersion"):
+        return ""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.split(maxsplit=5)[-1].strip()

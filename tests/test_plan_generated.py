@@ -103,7 +103,7 @@ def random_values(model: Model, rng: random.Random) -> dict[str, int | bool]:
     for flag in model.flags:
         if flag.default is None or rng.random() < 0.5:
             values[flag.name] = rng.random() < 0.5
-    return values
+    return values or {model.dims[0].name: 3}  # plan() wants to be told something
 
 
 def expected(model: Model, values: dict[str, int | bool], world: int) -> str | None:

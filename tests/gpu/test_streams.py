@@ -304,7 +304,7 @@ def test_a_hundred_managers_leak_nothing(options: dict[str, Any]) -> None:
         once()
     gc.collect()
     t.cuda.synchronize()
-    assert free - t.cuda.mem_get_info()[0] < 8 << 20
+    assert free - t.cuda.mem_get_info()[0] < 32 << 20  # a hundred of them hold 160 MiB; the driver grows by 8
 
 
 def test_a_user_stream() -> None:

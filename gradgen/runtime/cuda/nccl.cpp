@@ -31,7 +31,7 @@ void find(void* library, const char* name, Function*& out) {
 }
 
 std::unique_ptr<Nccl> load(const std::string& path) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* library = dlopen(path.empty() ? nullptr : path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
         const char* why = dlerror();
         throw CommError("NCCL cannot be opened: " + std::string(why ? why : path) +

@@ -226,6 +226,17 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
     });
 }
 
+// The tensors of a block in a buffer: made once, since a block's names and shapes do not change.
+const TensorContainer& EngineManager::views(const Unit& unit, const std::shared_ptr<Storage>& storage, DType type) {
+    TensorContainer& out = views_[{unit.kind, storage.get()}];
+    if (out.size() > 0) return out;
+    for (const WeightSlot& slot : layouts_[static_cast<std::size_t>(unit.kind)].slots) {
+        const WeightDesc& desc = weight_desc(unit, slot);
+        out.add(desc.id, {Tensor(storage, slot.offset, desc.shape, type), 0, desc.shape});
+    }
+    return out;
+}
+
 BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
     Guard guard(*this, "block_full");
     const int u = unit_of_block(block, layer);
@@ -242,23 +253,18 @@ BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
         const DType type = staged(unit) ? options_.dtype : accumulator_;
         const std::shared_ptr<Storage>& storage =
             staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena : unit.buffer;
-        BlockGradients out;
-        out.accumulate = holds;
+        BlockGradients out{views(unit, storage, type), holds};
         // One launch for the zero range of a block; on the CPU weight by weight, padding is nobody's business.
         const bool at_once = backend_->on_gpu();
         if (!holds && at_once)
             backend_->fill(storage->data, 0, static_cast<std::size_t>(layout.zero_numel) * size_of(type), Lane::caller);
-        for (const WeightSlot& slot : layout.slots) {
-            const WeightDesc& desc = weight_desc(unit, slot);
-            Tensor tensor(storage, slot.offset, desc.shape, type);
-            if (!holds) {
-                const bool zero = slot.offset < layout.zero_numel;
-                if (zero && !at_once)
-                    backend_->fill(tensor.data(), 0, tensor.bytes(), Lane::caller);
-                else if (!zero && options_.poison)
-                    backend_->fill(tensor.data(), 0xff, tensor.bytes(), Lane::caller);
-            }
-            out.tensors.add(desc.id, {std::move(tensor), 0, desc.shape});
+        for (std::size_t s = 0; s < layout.slots.size() && !holds; ++s) {
+            const Tensor& tensor = out.tensors.tensor(s);
+            const bool zero = layout.slots[s].offset < layout.zero_numel;
+            if (zero && !at_once)
+                backend_->fill(tensor.data(), 0, tensor.bytes(), Lane::caller);
+            else if (!zero && options_.poison)
+                backend_->fill(tensor.data(), 0xff, tensor.bytes(), Lane::caller);
         }
         unit.touched |= !staged(unit);
         unit.status = Status::out;

@@ -97,12 +97,22 @@ Tensor::Tensor(std::shared_ptr<Storage> storage, std::int64_t offset, std::vecto
 
 void TensorContainer::add(std::string id, TensorShard shard) {
     if (find(id)) throw std::invalid_argument("container: id '" + id + "' is there already");
-    items_.emplace_back(std::move(id), std::move(shard));
+    if (!items_)
+        items_ = std::make_shared<Items>();
+    else if (items_.use_count() > 1)
+        items_ = std::make_shared<Items>(*items_);
+    items_->emplace_back(std::move(id), std::move(shard));
+}
+
+const TensorContainer::Items::value_type& TensorContainer::item(std::size_t index) const {
+    if (!items_) throw std::out_of_range("TensorContainer: no tensor " + std::to_string(index) + ", it is empty");
+    return items_->at(index);
 }
 
 const TensorShard* TensorContainer::find(const std::string& id) const {
-    const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) { return item.first == id; });
-    return found == items_.end() ? nullptr : &found->second;
+    if (!items_) return nullptr;
+    const auto found = std::find_if(items_->begin(), items_->end(), [&](const auto& item) { return item.first == id; });
+    return found == items_->end() ? nullptr : &found->second;
 }
 
 TensorContainer shard_view(const TensorContainer& full, int rank, int world) {

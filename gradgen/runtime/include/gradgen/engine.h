@@ -205,6 +205,7 @@ class EngineManager : public GradientManager {
     int unit_of_block(int block, std::int64_t layer) const;
     int unit_of_weight(int weight) const;
     bool visit(Unit& unit, int weight);
+    const TensorContainer& views(const Unit& unit, const std::shared_ptr<Storage>& storage, DType type);
     void notify(Unit& unit, const std::vector<int>* written);
     void finish_step();
     void clear_step();
@@ -304,6 +305,7 @@ class EngineManager : public GradientManager {
     std::array<Bounce, 2> bounces_;
     std::size_t next_bounce_ = 0;
     Event totals_ready_, totals_read_;
+    std::map<std::pair<int, const Storage*>, TensorContainer> views_;  // of layout and buffer
     std::deque<Flight> flights_;
     std::size_t next_ = 0;  // first unit in plan order that this micro-step has not issued
 

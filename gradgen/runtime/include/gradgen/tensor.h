@@ -59,18 +59,21 @@ struct TensorShard {
     std::vector<std::int64_t> global_shape;
 };
 
-/// The tensors of one block, in layout order, with the ids that the spec gives them.
+/// The tensors of one block, in layout order, with the ids that the spec gives them. Copies share them until one is
+/// added to.
 class TensorContainer {
   public:
     void add(std::string id, TensorShard shard);
-    std::size_t size() const { return items_.size(); }
-    const std::string& id(std::size_t index) const { return items_.at(index).first; }
-    const TensorShard& shard(std::size_t index) const { return items_.at(index).second; }
+    std::size_t size() const { return items_ ? items_->size() : 0; }
+    const std::string& id(std::size_t index) const { return item(index).first; }
+    const TensorShard& shard(std::size_t index) const { return item(index).second; }
     const Tensor& tensor(std::size_t index) const { return shard(index).tensor; }
     const TensorShard* find(const std::string& id) const;
 
   private:
-    std::vector<std::pair<std::string, TensorShard>> items_;
+    using Items = std::vector<std::pair<std::string, TensorShard>>;
+    const Items::value_type& item(std::size_t index) const;
+    std::shared_ptr<Items> items_;
 };
 
 /// Views of `rank`'s flat slice of every tensor: ceil(numel / world) elements a rank, fewer or none on the last ranks.
