@@ -15,10 +15,9 @@ class Config(BaseConfig):
     vocab: int
     hidden: int
     layers: int
-    expand: int
-    inner: int
     heads: int
     head_dim: int
+    inner: int
     groups: int
     state: int
     kernel: int
@@ -31,10 +30,9 @@ class Config(BaseConfig):
         vocab: int,
         hidden: int,
         layers: int,
-        expand: int = ...,
-        inner: int = ...,
         heads: int,
         head_dim: int = ...,
+        inner: int = ...,
         groups: int = ...,
         state: int = ...,
         kernel: int = ...,

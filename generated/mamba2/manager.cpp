@@ -6,35 +6,35 @@ namespace gradgen::models::mamba2 {
 namespace {
 
 constexpr std::string_view kName = "mamba2";
-constexpr std::string_view kKey = "de086b646488dc01";  // of everything the spec means
+constexpr std::string_view kKey = "ebd4e2b3d86b26c1";  // of everything the spec means
 
-constexpr std::array<std::string_view, 13> kConfigNames = {"vocab", "hidden", "layers", "expand", "inner", "heads", "head_dim",
-        "groups", "state", "kernel", "tied_embeddings", "bias", "conv_bias"};
+constexpr std::array<std::string_view, 12> kConfigNames = {"vocab", "hidden", "layers", "heads", "head_dim", "inner", "groups",
+        "state", "kernel", "tied_embeddings", "bias", "conv_bias"};
 constexpr std::array<std::string_view, 6> kPresets = {"mamba2-130m", "mamba2-370m", "mamba2-780m", "mamba2-1.3b", "mamba2-2.7b",
         "mamba-codestral-7b"};
 constexpr std::array<std::string_view, 5> kStrategies = {"unsharded", "sharded", "sharded_all_to_all", "replicated", "fully_sharded"};
 
 // Id, name, checkpoint name, zeroed at the first touch, place.
 constexpr auto kWeights = std::to_array<WeightRow<Weight>>({
-    {Weight::embedding,  "embedding",  "backbone.embeddings.weight", "not tied_embeddings", "specs/mamba2.yaml:34"},
-    {Weight::final_norm, "final_norm", "backbone.norm_f.weight",     "always",              "specs/mamba2.yaml:35"},
-    {Weight::lm_head,    "lm_head",    "lm_head.weight",             "never",               "specs/mamba2.yaml:36"},
+    {Weight::embedding,  "embedding",  "backbone.embeddings.weight", "not tied_embeddings", "specs/mamba2.yaml:30"},
+    {Weight::final_norm, "final_norm", "backbone.norm_f.weight",     "always",              "specs/mamba2.yaml:31"},
+    {Weight::lm_head,    "lm_head",    "lm_head.weight",             "never",               "specs/mamba2.yaml:32"},
 });
 static_assert(kWeights.size() == static_cast<std::size_t>(Weight::lm_head) + 1 && in_order(kWeights));
 
 // Id, name, checkpoint name, zeroed at the first touch, place.
 constexpr auto kMixerWeights = std::to_array<WeightRow<MixerWeight>>({
-    {MixerWeight::norm,      "norm",      "norm.weight",           "always", "specs/mamba2.yaml:43"},
-    {MixerWeight::dt_bias,   "dt_bias",   "mixer.dt_bias",         "always", "specs/mamba2.yaml:44"},
-    {MixerWeight::a_log,     "a_log",     "mixer.A_log",           "always", "specs/mamba2.yaml:45"},
-    {MixerWeight::d,         "d",         "mixer.D",               "always", "specs/mamba2.yaml:46"},
-    {MixerWeight::conv,      "conv",      "mixer.conv1d.weight",   "always", "specs/mamba2.yaml:47"},
-    {MixerWeight::conv_bias, "conv_bias", "mixer.conv1d.bias",     "always", "specs/mamba2.yaml:48"},
-    {MixerWeight::in_proj,   "in_proj",   "mixer.in_proj.weight",  "never",  "specs/mamba2.yaml:49"},
-    {MixerWeight::in_bias,   "in_bias",   "mixer.in_proj.bias",    "always", "specs/mamba2.yaml:50"},
-    {MixerWeight::gate_norm, "gate_norm", "mixer.norm.weight",     "always", "specs/mamba2.yaml:51"},
-    {MixerWeight::out_proj,  "out_proj",  "mixer.out_proj.weight", "never",  "specs/mamba2.yaml:52"},
-    {MixerWeight::out_bias,  "out_bias",  "mixer.out_proj.bias",   "always", "specs/mamba2.yaml:53"},
+    {MixerWeight::norm,      "norm",      "norm.weight",           "always", "specs/mamba2.yaml:39"},
+    {MixerWeight::dt_bias,   "dt_bias",   "mixer.dt_bias",         "always", "specs/mamba2.yaml:40"},
+    {MixerWeight::a_log,     "a_log",     "mixer.A_log",           "always", "specs/mamba2.yaml:41"},
+    {MixerWeight::d,         "d",         "mixer.D",               "always", "specs/mamba2.yaml:42"},
+    {MixerWeight::conv,      "conv",      "mixer.conv1d.weight",   "always", "specs/mamba2.yaml:43"},
+    {MixerWeight::conv_bias, "conv_bias", "mixer.conv1d.bias",     "always", "specs/mamba2.yaml:44"},
+    {MixerWeight::in_proj,   "in_proj",   "mixer.in_proj.weight",  "never",  "specs/mamba2.yaml:45"},
+    {MixerWeight::in_bias,   "in_bias",   "mixer.in_proj.bias",    "always", "specs/mamba2.yaml:46"},
+    {MixerWeight::gate_norm, "gate_norm", "mixer.norm.weight",     "always", "specs/mamba2.yaml:47"},
+    {MixerWeight::out_proj,  "out_proj",  "mixer.out_proj.weight", "never",  "specs/mamba2.yaml:48"},
+    {MixerWeight::out_bias,  "out_bias",  "mixer.out_proj.bias",   "always", "specs/mamba2.yaml:49"},
 });
 static_assert(kMixerWeights.size() == static_cast<std::size_t>(MixerWeight::out_bias) + 1 && in_order(kMixerWeights));
 
@@ -62,41 +62,40 @@ BlockDesc describe_mixer([[maybe_unused]] const Config& c) {
 Config Config::from(const ConfigValues& values) {
     ConfigReader read(kName, values, kConfigNames);
     Config c;
-    c.tied_embeddings = read.flag("tied_embeddings", true);            // specs/mamba2.yaml:18
-    c.bias = read.flag("bias", false);                                 // specs/mamba2.yaml:19
-    c.conv_bias = read.flag("conv_bias", true);                        // specs/mamba2.yaml:20
-    c.vocab = read.dim("vocab");                                       // specs/mamba2.yaml:6
-    c.hidden = read.dim("hidden");                                     // specs/mamba2.yaml:7
-    c.layers = read.dim("layers");                                     // specs/mamba2.yaml:8
-    c.expand = read.dim("expand", [&] { return 2; });                  // specs/mamba2.yaml:9
-    c.inner = read.dim("inner", [&] { return c.expand * c.hidden; });  // specs/mamba2.yaml:10
-    c.heads = read.dim("heads");                                       // specs/mamba2.yaml:11
-    c.head_dim = read.dim("head_dim", [&] { return 64; });             // specs/mamba2.yaml:12
-    c.groups = read.dim("groups", [&] { return 1; });                  // specs/mamba2.yaml:13
-    c.state = read.dim("state", [&] { return 128; });                  // specs/mamba2.yaml:14
-    c.kernel = read.dim("kernel", [&] { return 4; });                  // specs/mamba2.yaml:15
+    c.tied_embeddings = read.flag("tied_embeddings", true);             // specs/mamba2.yaml:17
+    c.bias = read.flag("bias", false);                                  // specs/mamba2.yaml:18
+    c.conv_bias = read.flag("conv_bias", true);                         // specs/mamba2.yaml:19
+    c.vocab = read.dim("vocab");                                        // specs/mamba2.yaml:6
+    c.hidden = read.dim("hidden");                                      // specs/mamba2.yaml:7
+    c.layers = read.dim("layers");                                      // specs/mamba2.yaml:8
+    c.heads = read.dim("heads");                                        // specs/mamba2.yaml:9
+    c.head_dim = read.dim("head_dim", [&] { return 64; });              // specs/mamba2.yaml:10
+    c.inner = read.dim("inner", [&] { return c.heads * c.head_dim; });  // specs/mamba2.yaml:11
+    c.groups = read.dim("groups", [&] { return 1; });                   // specs/mamba2.yaml:12
+    c.state = read.dim("state", [&] { return 128; });                   // specs/mamba2.yaml:13
+    c.kernel = read.dim("kernel", [&] { return 4; });                   // specs/mamba2.yaml:14
     read.finish();
     c.validate();
     return c;
 }
 
 Config Config::preset(std::string_view name) {
-    if (name == "mamba2-130m") {  // specs/mamba2.yaml:26
+    if (name == "mamba2-130m") {  // specs/mamba2.yaml:22
         return from({{"vocab", 50288}, {"hidden", 768}, {"layers", 24}, {"heads", 24}});
     }
-    if (name == "mamba2-370m") {  // specs/mamba2.yaml:27
+    if (name == "mamba2-370m") {  // specs/mamba2.yaml:23
         return from({{"vocab", 50288}, {"hidden", 1024}, {"layers", 48}, {"heads", 32}});
     }
-    if (name == "mamba2-780m") {  // specs/mamba2.yaml:28
+    if (name == "mamba2-780m") {  // specs/mamba2.yaml:24
         return from({{"vocab", 50288}, {"hidden", 1536}, {"layers", 48}, {"heads", 48}});
     }
-    if (name == "mamba2-1.3b") {  // specs/mamba2.yaml:29
+    if (name == "mamba2-1.3b") {  // specs/mamba2.yaml:25
         return from({{"vocab", 50288}, {"hidden", 2048}, {"layers", 48}, {"heads", 64}});
     }
-    if (name == "mamba2-2.7b") {  // specs/mamba2.yaml:30
+    if (name == "mamba2-2.7b") {  // specs/mamba2.yaml:26
         return from({{"vocab", 50288}, {"hidden", 2560}, {"layers", 64}, {"heads", 80}});
     }
-    if (name == "mamba-codestral-7b") {  // specs/mamba2.yaml:31
+    if (name == "mamba-codestral-7b") {  // specs/mamba2.yaml:27
         return from({{"vocab", 32768}, {"hidden", 4096}, {"layers", 64}, {"heads", 128}, {"groups", 8}, {"tied_embeddings", 0}});
     }
     throw unknown_choice(kName, "preset", name, kPresets);
@@ -106,14 +105,12 @@ void Config::validate() const {
     require_dim(kName, "vocab", vocab);
     require_dim(kName, "hidden", hidden);
     require_dim(kName, "layers", layers);
-    require_dim(kName, "expand", expand);
-    require_dim(kName, "inner", inner);
     require_dim(kName, "heads", heads);
     require_dim(kName, "head_dim", head_dim);
+    require_dim(kName, "inner", inner);
     require_dim(kName, "groups", groups);
     require_dim(kName, "state", state);
     require_dim(kName, "kernel", kernel);
-    require(heads * head_dim == inner, kName, "heads * head_dim == inner", "heads divide the inner size", "specs/mamba2.yaml:23");
 }
 
 std::vector<std::pair<std::string_view, std::int64_t>> Config::values() const {
@@ -121,10 +118,9 @@ std::vector<std::pair<std::string_view, std::int64_t>> Config::values() const {
         {"vocab", vocab},
         {"hidden", hidden},
         {"layers", layers},
-        {"expand", expand},
-        {"inner", inner},
         {"heads", heads},
         {"head_dim", head_dim},
+        {"inner", inner},
         {"groups", groups},
         {"state", state},
         {"kernel", kernel},
@@ -143,10 +139,10 @@ ModelDesc describe([[maybe_unused]] const Config& c) {
     add(model.weights, kWeights, Weight::lm_head, {c.vocab, c.hidden}, {.tied_to = c.tied_embeddings ? "embedding" : ""});
     model.blocks.push_back(describe_mixer(c));
     model.backward = {
-        after_weight(Weight::lm_head),     // specs/mamba2.yaml:55
-        after_weight(Weight::final_norm),  // specs/mamba2.yaml:55
-        after_blocks({Block::mixer}),      // specs/mamba2.yaml:55
-        after_weight(Weight::embedding),   // specs/mamba2.yaml:55
+        after_weight(Weight::lm_head),     // specs/mamba2.yaml:51
+        after_weight(Weight::final_norm),  // specs/mamba2.yaml:51
+        after_blocks({Block::mixer}),      // specs/mamba2.yaml:51
+        after_weight(Weight::embedding),   // specs/mamba2.yaml:51
     };
     check_model(model);
     return model;

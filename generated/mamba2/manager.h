@@ -17,16 +17,15 @@ struct Config {
     std::int64_t vocab = 0;       // specs/mamba2.yaml:6
     std::int64_t hidden = 0;      // specs/mamba2.yaml:7
     std::int64_t layers = 0;      // specs/mamba2.yaml:8
-    std::int64_t expand = 0;      // default 2; specs/mamba2.yaml:9
-    std::int64_t inner = 0;       // default expand * hidden; specs/mamba2.yaml:10
-    std::int64_t heads = 0;       // specs/mamba2.yaml:11
-    std::int64_t head_dim = 0;    // default 64; specs/mamba2.yaml:12
-    std::int64_t groups = 0;      // default 1; specs/mamba2.yaml:13
-    std::int64_t state = 0;       // default 128; specs/mamba2.yaml:14
-    std::int64_t kernel = 0;      // default 4; specs/mamba2.yaml:15
-    bool tied_embeddings = true;  // specs/mamba2.yaml:18
-    bool bias = false;            // specs/mamba2.yaml:19
-    bool conv_bias = true;        // specs/mamba2.yaml:20
+    std::int64_t heads = 0;       // specs/mamba2.yaml:9
+    std::int64_t head_dim = 0;    // default 64; specs/mamba2.yaml:10
+    std::int64_t inner = 0;       // default heads * head_dim; specs/mamba2.yaml:11
+    std::int64_t groups = 0;      // default 1; specs/mamba2.yaml:12
+    std::int64_t state = 0;       // default 128; specs/mamba2.yaml:13
+    std::int64_t kernel = 0;      // default 4; specs/mamba2.yaml:14
+    bool tied_embeddings = true;  // specs/mamba2.yaml:17
+    bool bias = false;            // specs/mamba2.yaml:18
+    bool conv_bias = true;        // specs/mamba2.yaml:19
 
     /// Fills in defaults and checks. Throws one ConfigError that names everything missing, unknown or out of range.
     static Config from(const ConfigValues& values);
@@ -47,7 +46,7 @@ enum class Weight : int {
 
 /// Stacks of blocks.
 enum class Block : int {
-    mixer,  // specs/mamba2.yaml:39
+    mixer,  // specs/mamba2.yaml:35
 };
 
 /// Weights of one mixer block.
@@ -97,31 +96,31 @@ class ManagerOf : public TypedManager<Base, Weight, Block> {
     void notify_mixer(std::int64_t layer) { this->notify_block(Block::mixer, layer); }
 };
 
-/// Strategy unsharded: full blocks, other weights full, reduce_scatter.  specs/mamba2.yaml:58
+/// Strategy unsharded: full blocks, other weights full, reduce_scatter.  specs/mamba2.yaml:54
 class UnshardedGradientManager final : public ManagerOf<gradgen::UnshardedGradientManager> {
   public:
     UnshardedGradientManager(const Config& config, std::shared_ptr<Communicator> comm, const Options& options);
 };
 
-/// Strategy sharded: sharded blocks, other weights full, reduce_scatter.  specs/mamba2.yaml:59
+/// Strategy sharded: sharded blocks, other weights full, reduce_scatter.  specs/mamba2.yaml:55
 class ShardedGradientManager final : public ManagerOf<gradgen::ShardedBlocksGradientManager> {
   public:
     ShardedGradientManager(const Config& config, std::shared_ptr<Communicator> comm, const Options& options);
 };
 
-/// Strategy sharded_all_to_all: sharded blocks, other weights full, all_to_all.  specs/mamba2.yaml:60
+/// Strategy sharded_all_to_all: sharded blocks, other weights full, all_to_all.  specs/mamba2.yaml:56
 class ShardedAllToAllGradientManager final : public ManagerOf<gradgen::ShardedBlocksGradientManager> {
   public:
     ShardedAllToAllGradientManager(const Config& config, std::shared_ptr<Communicator> comm, const Options& options);
 };
 
-/// Strategy replicated: full blocks, other weights full, all_reduce.  specs/mamba2.yaml:61
+/// Strategy replicated: full blocks, other weights full, all_reduce.  specs/mamba2.yaml:57
 class ReplicatedGradientManager final : public ManagerOf<gradgen::UnshardedGradientManager> {
   public:
     ReplicatedGradientManager(const Config& config, std::shared_ptr<Communicator> comm, const Options& options);
 };
 
-/// Strategy fully_sharded: sharded blocks, other weights sharded, all_to_all.  specs/mamba2.yaml:62
+/// Strategy fully_sharded: sharded blocks, other weights sharded, all_to_all.  specs/mamba2.yaml:58
 class FullyShardedGradientManager final : public ManagerOf<gradgen::ShardedBlocksGradientManager> {
   public:
     FullyShardedGradientManager(const Config& config, std::shared_ptr<Communicator> comm, const Options& options);
