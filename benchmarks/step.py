@@ -246,7 +246,9 @@ def main() -> None:
             table = summarise(rows)
             results[f"{config}-{args.dtype}"] = {
                 "machine": machine(),
-                "command": " ".join(["python benchmarks/step.py", *(a for a in sys.argv[1:] if not os.path.isabs(a))]),
+                "command": " ".join(
+                    ["python benchmarks/step.py", *(a for a in sys.argv[1:] if not os.path.isabs(a))]
+                ),
                 "world": WORLD,
                 "micro_steps": 4,
                 **options,

@@ -154,7 +154,7 @@ def build(name: str, model: Decoder) -> Variant:
         return ddp(model, set(rest.split("_")) - {""})
     if family == "fsdp2":
         return fsdp2(model, set(rest.split("_")) - {""})
-    return gradgen_variant(model, rest.removesuffix("_fused"), {"fuse_linear": rest.endswith("_fused")})
+    return gradgen_variant(model, rest.removesuffix("_fused"), {"fuse_wgrad": rest.endswith("_fused")})
 
 
 def status_mib(key: str) -> float:

@@ -46,6 +46,7 @@ __all__ = [
     "check",
     "comm",
     "generate",
+    "infer",
     "load",
     "plan",
 ]
@@ -54,6 +55,7 @@ _FUNCTIONS = {
     "build": "gradgen.package",
     "check": "gradgen.resolve",
     "generate": "gradgen.generate",
+    "infer": "gradgen.infer",
     "load": "gradgen.load",
     "plan": "gradgen.plan",
 }

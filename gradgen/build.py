@@ -51,7 +51,7 @@ def build_runtime(
     toolchain: Toolchain, log: Log = note, *, jobs: int | None = None, retry: bool = False
 ) -> RuntimeArtifact:
     """The runtime's extension module. `retry` compiles again what is known to fail. Raises BuildError."""
-    return _runtime(runtime_sources(), toolchain, _How(jobs or default_jobs(), retry, log))
+    return _runtime(runtime_sources(toolchain.device), toolchain, _How(jobs or default_jobs(), retry, log))
 
 
 def build_model(
@@ -69,7 +69,7 @@ def build_model(
     """
     started = time.monotonic()
     how = _How(jobs or default_jobs(), retry, log)
-    sources = runtime_sources()
+    sources = runtime_sources(toolchain.device)
     runtime_key = keys.runtime_key(sources, toolchain)
     entry = Entry(paths.cache_dir(), model, keys.model_key(files, model, runtime_key))
     build = entry.find()
@@ -143,4 +143,4 @@ def _line(entry: Entry, toolchain: Toolchain, state: str, finished: Sequence[Fin
     times = ", ".join(f"{done.command.name} {done.seconds:.1f} s" for done in shown)
     if len(units) > 3:
         times = f"{len(units)} files, the slowest {times}"
-    return f"gradgen: {entry.label} {toolchain.device}: {times + ' ' if times else ''}({state})"
+    return f"gradgen: {entry.label} {toolchain.target}: {times + ' ' if times else ''}({state})"

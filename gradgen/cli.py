@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     """The exit code of a command, with every error that is not a bug said in a line."""
     from gradgen.diagnostics import BuildError, ConfigError, SpecError, UsageError
+    from gradgen.infer_facts import InferError
 
     try:
         if "_GRADGEN_COMPLETE" in os.environ:
@@ -63,6 +64,9 @@ def _run(arguments: list[str]) -> int:
         from gradgen.cli_reports import findings_text
 
         console.error(findings_text(error.diagnostics, sys.stderr))
+        return console.FINDINGS
+    except InferError as error:
+        console.error(f"error: {error}")
         return console.FINDINGS
     except BuildError as error:
         console.error(f"error: {error}")
@@ -98,6 +102,17 @@ def _assignments(_: click.Context, __: click.Parameter, value: tuple[str, ...]) 
             raise click.BadParameter(f"{name} is set twice")
         result[name] = wanted == "true" if wanted in ("true", "false") else int(wanted)
     return result
+
+
+def _arch(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """Checked here, so that the message names the option."""
+    from gradgen.cuda_toolchain import parse_arch
+    from gradgen.diagnostics import UsageError
+
+    try:
+        return value if value is None else ",".join(parse_arch(value))
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 COUNT = click.IntRange(min=1, max=2**31 - 1)
@@ -155,10 +170,24 @@ def generate(specs: tuple[str, ...], output: str, only_check: bool, force: bool)
 @cli.command()
 @many_specs
 @output
-@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "auto"]),
+    default="auto",
+    show_default=True,
+    help="What it runs on. auto: cuda if nvcc and a GPU are here, or --arch is given.",
+)
+@click.option(
+    "--arch",
+    metavar="SM",
+    callback=_arch,
+    help="GPUs to compile for, as in sm_80,sm_90; they need not be here (default: those that are).",
+)
 @click.option("-j", "--jobs", type=COUNT, metavar="N", help="Compilers at a time (default: one a core).")
 @force
-def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, force: bool) -> int:
+def build(
+    specs: tuple[str, ...], output: str, device: str, arch: str | None, jobs: int | None, force: bool
+) -> int:
     """Generate packages and compile them."""
     from gradgen.cli_reports import counted
     from gradgen.generate import check_specs
@@ -167,7 +196,7 @@ def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, fo
     check_specs(specs)
     for spec in specs:
         with console.Progress(f"compiling {spec}") as log:
-            package = run(spec, output, device=device, jobs=jobs, force=force, log=log)
+            package = run(spec, output, device=device, arch=arch, jobs=jobs, force=force, log=log)
         console.answer(f"{package.dir}: {counted(len(package.written), 'file')} written")
     return console.OK
 
@@ -192,7 +221,7 @@ def build(specs: tuple[str, ...], output: str, device: str, jobs: int | None, fo
     default="group",
     show_default=True,
     metavar="T",
-    help="single, threads, shared (ranks of one host), or group (any hosts).",
+    help="single, threads, shared (ranks of one host), or group (any hosts: the one that needs memory to receive).",
 )
 @click.option("--block", metavar="NAME", help="Show the layout of one block or weight.")
 @as_json
@@ -202,12 +231,38 @@ def plan(spec: str, block: str | None, as_json: bool, values: dict[str, int | bo
     from gradgen.plan import plan as run
 
     result = run(spec, values=values, **settings)
+    chosen_by = click.get_current_context().get_parameter_source("transport")
+    if settings["dp"] > 1 and not as_json and chosen_by is click.core.ParameterSource.DEFAULT:
+        console.note("planned for ranks on any hosts; ranks of one host receive nothing: --transport shared")
     if as_json:
         data = result.to_json()
         chosen = result.arena(block).id if block else None
         console.answer_json(next(a for a in data["arenas"] if a["id"] == chosen) if chosen else data)
     else:
         console.answer(plan_table.block_table(result, block) if block else plan_table.table(result))
+    return console.OK
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "--output", metavar="FILE", help="Write the spec there (default: standard output).")
+@click.option("--name", metavar="ID", help="The model's id (default: its model type, class or file).")
+def infer(model: str, output: str | None, name: str | None) -> int:
+    """Write the spec of a model.
+
+    MODEL is a transformers config.json or a folder with one, package.module:factory (a function that returns a
+    torch.nn.Module), or a safetensors file or index. Nothing is downloaded, no remote code runs, no weight is loaded.
+    The spec is read back and compared with the model: every parameter is in it, or the command fails and says which
+    are not.
+    """
+    from gradgen.infer import infer_file
+
+    result = infer_file(model, name=name)
+    if output is None:
+        console.answer(result.text)
+    else:
+        result.write(output)
+    console.note(result.summary())
     return console.OK
 
 

@@ -21,11 +21,20 @@ DEFAULT_TIMEOUT = 600.0  # seconds, for ranks of one process
 class Communicator:
     """One rank's end. `timeout` (seconds) bounds every wait for another rank."""
 
-    def __init__(self, rank: int, world_size: int, timeout: float, open_native: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        open_native: Callable[[Any], Any],
+        open_gpu: Callable[[Any, Any, int], Any] | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
         self._open_native = open_native
+        self._open_gpu = open_gpu
+        self._on_gpu: dict[int, Any] = {}
         self._native: Any = None
         self._runtime: Any = None
 
@@ -45,6 +54,15 @@ class Communicator:
                 "rebuild them with `gradgen build`"
             )
         return self._native
+
+    def on_gpu(self, runtime: Any, index: int) -> Any:
+        """The communicator that managers on GPU `index` use: NCCL where ranks are processes. Collective when it is opened."""
+        host = self.native(runtime)
+        if self._open_gpu is None or self.world_size == 1:
+            return host
+        if index not in self._on_gpu:
+            self._on_gpu[index] = self._open_gpu(runtime, host, index)
+        return self._on_gpu[index]
 
     @property
     def transport(self) -> str:
@@ -67,6 +85,22 @@ class Communicator:
         """In place: the sum over ranks, in rank order in fp32, rounded once."""
         self.native().all_reduce(tensor)
 
+    @property
+    def shares_memory(self) -> bool:
+        """True where ranks read each other's memory: `gather_in_place` works."""
+        return bool(self.native().shares_memory)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Zeroed host memory with the buffer protocol, which the other ranks can read in `gather_in_place`."""
+        return self.native().allocate(nbytes)
+
+    def gather_in_place(self, memory: Any, owned: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Every rank has memory of one layout from `allocate`, and rank r has written `owned[r]` of it, (first byte, bytes)
+        each: copies the others' parts from their memory into this rank's. One copy a byte. Raises StateError over a process group
+        that does not share memory, MismatchError when ranks pass different `owned`.
+        """
+        self.native().gather_in_place(memory, owned)
+
     def barrier(self) -> None:
         self.native().barrier()
 
@@ -83,6 +117,8 @@ class Communicator:
 
     def close(self) -> None:
         """Leaves. Ranks that wait for this one get PeerLost."""
+        for gpu in self._on_gpu.values():
+            gpu.close()
         if self._native is not None:
             self._native.close()
 
@@ -145,7 +181,7 @@ def from_torch(
     """
     if transport not in ("auto", "shared", "group"):
         raise ValueError(f"transport must be 'auto', 'shared' or 'group', got {transport!r}")
-    from gradgen.comm_torch import TorchTransport, default_group_info
+    from gradgen.comm_torch import TorchTransport, default_group_info, host_group
 
     info = default_group_info(process_group)
     limit = info.timeout if timeout is None else timeout
@@ -155,7 +191,9 @@ def from_torch(
     def open_native(runtime: Any) -> Any:
         if info.world == 1:
             return runtime.single_communicator()
-        group = TorchTransport(process_group, limit)
+        # Small messages need a backend for host memory, which a group of NCCL alone has not.
+        small = host_group(process_group) if info.backend == "nccl" else process_group
+        group = TorchTransport(small, limit)
         if transport != "group":
             from gradgen.diagnostics import CommError
 
@@ -166,4 +204,24 @@ def from_torch(
                     raise
         return runtime.group_communicator(info.rank, info.world, group)
 
-    return Communicator(info.rank, info.world, limit, open_native)
+    def open_gpu(runtime: Any, host: Any, index: int) -> Any:
+        if not hasattr(runtime, "nccl_communicator"):
+            return host  # built for the CPU: the manager says so
+        return runtime.nccl_communicator(host, index, limit, find_nccl())
+
+    return Communicator(info.rank, info.world, limit, open_native, open_gpu)
+
+
+def find_nccl() -> str:
+    """The libnccl of this process: GRADGEN_NCCL, else the one that torch loaded, else the system's by name."""
+    import os
+
+    named = os.environ.get("GRADGEN_NCCL")
+    if named:
+        return named
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[-1].strip()
+            if path.startswith("/") and os.path.basename(path).startswith("libnccl.so"):
+                return path
+    return "libnccl.so.2"

@@ -75,6 +75,13 @@ def default_group_info(group: Any = None) -> GroupInfo:
     return GroupInfo(group, rank, world, backend, _timeout_of(group))
 
 
+def host_group(group: Any = None) -> Any:
+    """A gloo group of the same ranks. Collective over them."""
+    dist = _distributed()
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
 class TorchWork:
     """A collective in flight. Keeps its buffers alive until it is done."""
 

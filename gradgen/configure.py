@@ -135,6 +135,13 @@ def from_hf(model: Model, config: Any) -> dict[str, int | bool]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def missing_hf(model: Model, values: Mapping[str, Any]) -> list[str]:
+    """What `values` lack and nothing gives a default, by the key that a transformers configuration would have."""
+    entries: list[Flag | Dim] = [*model.dims, *model.flags]
+    lacking = [e for e in entries if e.default is None and e.name not in values]
+    return [f"{e.hf} ({e.name})" if e.hf else e.name for e in lacking]
+
+
 def materialize(model: Model, config: Config) -> ConcreteModel:
     """Every weight that exists in `config`, with its sizes. Raises ConfigError naming weight and dim."""
     return concrete.materialize(model, config.values)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a built model imports the errors, and has no use for the compiler's types
     from gradgen.model import Place
@@ -57,8 +56,7 @@ class CacheError(BuildError):
     """A built module or the build cache cannot be used as it is."""
 
 
-@dataclass(frozen=True)
-class Diagnostic:
+class Diagnostic(NamedTuple):  # a dataclass would cost every built model the import of inspect
     """One finding in a spec. `code` is explained by `gradgen explain CODE`."""
 
     place: Place

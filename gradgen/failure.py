@@ -18,9 +18,13 @@ from gradgen.diagnostics import BuildError
 
 RECORD = "failed.json"
 LOG = "log.txt"
+MADE = ("*.o", "*.s", "*.keep")  # what compilers left; *.keep are nvcc's folders
 SHOWN = 12  # lines of a compiler's output where no error can be found in it
 ERROR = re.compile(
     r"^(?P<file>[^\s:][^:]*):(?P<line>\d+):(?:(?P<column>\d+):)? (?:fatal )?error: (?P<text>.*)$"
+)
+NVCC_ERROR = re.compile(
+    r"^(?P<file>[^\s:(][^:(]*)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<text>.*)$"
 )
 LOCATION = re.compile(r"^(?P<file>[^\s:][^:]*):(?P<line>\d+):")
 PLACE = re.compile(r"[\w./-]+\.ya?ml:\d+")
@@ -67,7 +71,7 @@ def keep(entry: Entry, folder: Path, commands: Iterable[Finished], error: BuildE
     """
     try:
         log = "".join(f"$ {shlex.join(done.command.arguments)}\n{done.output}\n" for done in commands)
-        for path in [*folder.glob("*.o"), *folder.glob("*.s"), folder / ".owner"]:
+        for path in [*(path for end in MADE for path in folder.glob(end)), folder / ".owner"]:
             remove(path)
         (folder / LOG).write_text(log, encoding="utf-8")
         if isinstance(error, CompileError) and error.lasting:
@@ -105,7 +109,11 @@ def _reason(done: Finished, folder: Path) -> list[str]:
         return [f"the compiler was {ended} (for lack of memory? try fewer at a time: -j 1)"]
     output = done.output.split("\n")
     for number, line in enumerate(output):
-        match = ERROR.match(line)
+        match = ERROR.match(line) or NVCC_ERROR.match(line)
+        if (
+            match is not None and "host_config.h" in match["file"]
+        ):  # nvcc's own words say which versions it takes
+            return [line, "name a C++ compiler that this nvcc takes: for example CXX=g++-13"]
         if match is not None:
             return [
                 line,

@@ -37,9 +37,7 @@ def native(package_file: str, model: str, text_hash: str) -> ModuleType:
     another gradgen, or for another Python; it says how to build it again.
     """
     folder = Path(package_file).resolve().parent
-    out = os.path.relpath(folder.parent)
-    out = str(folder.parent) if out.startswith("..") else out
-    again = f"; build it again: gradgen build {_spec_of(folder, model)} -o {out}"
+    again = f"; build it again: {_command(folder, model)}"
     build = _chosen(folder, model, text_hash, again)
     with _lock:
         reason = None if folder in _verified else manifest.problem(folder, build)
@@ -47,6 +45,40 @@ def native(package_file: str, model: str, text_hash: str) -> ModuleType:
             raise UnusableModule(f"{folder}: {reason}{again}")
         _load_runtime(folder, build, again)
         return _load(build.module, folder / f"{build.module}.so", again)
+
+
+def _command(folder: Path, model: str, device: str = "") -> str:
+    """The command line that builds a package: for `device`, else for what it was built for."""
+    out = os.path.relpath(folder.parent)
+    out = str(folder.parent) if out.startswith("..") else out
+    build = _built(folder)
+    device = device or (build.device if build and build.device != "cpu" else "")
+    arch = f" --arch {build.arch}" if build and build.arch and device == "cuda" else ""
+    return f"gradgen build {_spec_of(folder, model)} -o {out}" + (device and f" --device {device}{arch}")
+
+
+def _built(folder: Path) -> manifest.Build | None:
+    """What a folder holds for this Python, as far as it can be read."""
+    with contextlib.suppress(CacheError):
+        return manifest.read(folder).get(_python_tag())
+    return None
+
+
+def _python_tag() -> str:
+    return EXTENSION_SUFFIXES[0].removeprefix(".").removesuffix(".so")
+
+
+def wrong_device(folder: Path, model: str, device: str) -> str:
+    """Why a manager of the package in `folder` cannot be on `device`, and what to do."""
+    build = _built(folder)
+    if device.split(":")[0] != "cuda":
+        return f"device must be 'cpu' or 'cuda', not {device!r}"
+    if build is not None and build.device == "cuda":
+        return f"{model} is built for CUDA, but this gradgen has managers on the CPU only: device='cpu'"
+    loaded = build is not None and folder.name == build.module  # by gradgen.load, from the cache
+    spec = _spec_of(folder, model)
+    how = f'gradgen.load("{spec}", device="cuda")' if loaded else _command(folder, model, "cuda")
+    return f"{model} is built for the CPU; for device={device!r} build it for CUDA: {how}"
 
 
 def _spec_of(folder: Path, model: str) -> str:
@@ -66,7 +98,7 @@ def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Bu
         builds = manifest.read(folder)
     except CacheError as error:
         raise UnusableModule(f"{error}{again}") from error
-    tag = EXTENSION_SUFFIXES[0].removeprefix(".").removesuffix(".so")
+    tag = _python_tag()
     build = builds.get(tag)
     if build is None:
         others = ", ".join(sorted(builds))
@@ -84,7 +116,7 @@ def _chosen(folder: Path, model: str, text_hash: str, again: str) -> manifest.Bu
         return build
     from gradgen.runtime_files import runtime_sources, sources_hash
 
-    if build.sources != sources_hash(runtime_sources()):
+    if build.sources != sources_hash(runtime_sources(build.device)):
         raise UnusableModule(f"the binary in {folder} was built by a gradgen with another runtime{again}")
     return build
 
@@ -152,6 +184,13 @@ def _load_runtime(folder: Path, build: manifest.Build, again: str) -> None:
     """One runtime a process: a second one would bring a second set of the same classes."""
     loaded = _loaded_runtime()
     if loaded is not None and loaded.__name__ != build.runtime_module:
+        other = _built(Path(str(loaded.__file__)).parent)
+        if other is not None and other.device != build.device:
+            raise UnusableModule(
+                f"{folder} is built for {build.device}, and this process already uses a runtime that is built for "
+                f"{other.device} ({loaded.__file__}): build all modules of a process for one device; what is built "
+                "with --device cuda (gradgen.load: device='cuda') runs on the CPU too"
+            )
         raise UnusableModule(
             f"the binary in {folder} needs the runtime {build.runtime_key[:8]}, and this process already "
             f"uses another one ({loaded.__file__}): build all modules of a process with one gradgen and one "

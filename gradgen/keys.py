@@ -24,6 +24,8 @@ def runtime_key(sources: Mapping[str, bytes], toolchain: Toolchain) -> str:
         toolchain.python_tag.encode(),  # another Python has other structures in memory
         toolchain.pybind11_version.encode(),  # its types are shared between modules of equal internals only
         toolchain.device.encode(),
+        # nvcc, its flags and the architectures. The key of a CPU build knows nothing of CUDA.
+        *((repr(toolchain.cuda.identity).encode(),) if toolchain.cuda else ()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,20 +19,27 @@ ATTEMPTS = 3
 
 
 def load(
-    spec: str | os.PathLike[str], device: str = "cpu", *, jobs: int | None = None, log: Log = note
+    spec: str | os.PathLike[str],
+    device: str = "cpu",
+    arch: str | Sequence[str] | None = None,
+    *,
+    jobs: int | None = None,
+    log: Log = note,
 ) -> ModuleType:
     """The module of a spec, compiled if it is not in the cache yet. The same spec twice is the same module.
 
-    `spec` is a file, or the name of a spec that comes with gradgen, such as "llama". Compiling takes some
-    seconds and happens once however many processes ask; `log` gets a line about it. Raises SpecError,
-    BuildError or UsageError.
+    `spec` is a file, or the name of a spec that comes with gradgen, such as "llama". `device` is "cpu", "cuda"
+    (its managers run on either) or "auto"; `arch` names the GPUs to compile for, such as "sm_80,sm_90" (None:
+    those of this machine). Compiling takes some seconds and happens once however many processes ask; `log` gets
+    a line about it. Raises SpecError, BuildError or UsageError; ToolchainMissing, a BuildError, where a compiler
+    or GPU is missing.
     """
     from gradgen.render import render
     from gradgen.resolve import check
 
     model = check(find_spec(spec))
     files = render(model)
-    toolchain = find_toolchain(device)
+    toolchain = find_toolchain(device, arch)
     for attempt in range(1, ATTEMPTS + 1):
         artifact = build_model(files, model.name, toolchain, jobs, log)
         try:

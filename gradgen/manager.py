@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradgen.diagnostics import ConfigError
+from gradgen.device import CPU, OnStream, gpu_index
+from gradgen.diagnostics import ConfigError, UsageError
 from gradgen.records import WeightRecord, records, refuse_other_dtypes
 
 if TYPE_CHECKING:
@@ -51,10 +52,20 @@ class BaseConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **changes: int | bool) -> Any:
-        """From a transformers configuration (or a dict with its keys)."""
-        from gradgen.configure import from_hf
+        """From a transformers configuration (or a dict with its keys). Raises ConfigError that names the keys it lacks."""
+        from gradgen.configure import from_hf, missing_hf
 
-        return cls(**{**from_hf(cls._package.model(), config), **changes})
+        model = cls._package.model()
+        values = {**from_hf(model, config), **changes}
+        missing = missing_hf(model, values)
+        if missing:
+            from gradgen.diagnostics import ConfigError
+
+            raise ConfigError(
+                f"{model.name}: the configuration does not have {', '.join(missing)}; is it of another architecture? "
+                "What it lacks can be passed beside it: from_hf(config, dim=value)"
+            )
+        return cls(**values)
 
     if TYPE_CHECKING:  # the native class has it
 
@@ -78,6 +89,7 @@ class BaseGradientManager:
     sharded blocks, the accumulator's for full ones); dtypes are "float32", "float64", "bfloat16", "float16".
     rounding, wire_rounding: "nearest" or "stochastic". seed: of stochastic rounding. divide: "mean" (over ranks), or the number
     that the sum over ranks and micro-steps is divided by. block_buffers: full-size blocks that exist at once when sharded.
+    device: "cpu", "cuda" or "cuda:N". offload: (GPU) keep block shards in pinned host memory.
     nonfinite: what the end of a step does with inf and nan: "ignore", "skip" (see step_skipped) or "raise".
     Raises ConfigError for what the model or strategy cannot do, MismatchError where ranks differ.
     """
@@ -101,6 +113,7 @@ class BaseGradientManager:
         divide: float | str = "mean",
         block_buffers: int = 2,
         nonfinite: str = "ignore",
+        offload: bool = False,
         poison: bool = False,
     ) -> None:
         from gradgen.comm import Communicator, single
@@ -110,12 +123,11 @@ class BaseGradientManager:
             raise TypeError(
                 f"config must be a {package.native.model_name}.Config, got {type(config).__name__}"
             )
-        if str(device) != "cpu":
-            from gradgen.diagnostics import UsageError
+        gpu = CPU if device == "cpu" else gpu_index(device)
+        if gpu != CPU and not hasattr(package.runtime, "nccl_communicator"):
+            from gradgen.importer import wrong_device
 
-            raise UsageError(
-                f"{package.native.model_name} is built for the CPU; device={str(device)!r} is not available"
-            )
+            raise UsageError(wrong_device(package.folder, package.native.model_name, str(device)))
         comm = single() if comm is None else comm
         if not isinstance(comm, Communicator):
             raise TypeError(
@@ -145,6 +157,8 @@ class BaseGradientManager:
                 block_buffers=block_buffers,
                 nonfinite=nonfinite,
                 poison=poison,
+                cuda=gpu,
+                offload=offload,
             )
         except (TypeError, ValueError, ConfigError) as error:
             if comm.world_size > 1:  # the others wait for this rank in their constructors
@@ -160,11 +174,16 @@ class BaseGradientManager:
             "accumulator": accumulator and _dtype(accumulator),
             "wire": wire and _dtype(wire),
         }
-        self._rounding, self._block_buffers = rounding, block_buffers
+        self._rounding, self._block_buffers, self._offload = rounding, block_buffers, offload
         self._plan: dict[int, Plan] = {}
         self._records: list[WeightRecord] | None = None
-        native = package.native.make_gradient_manager(config, comm.native(package.runtime), strategy, options)
+        reached = comm.native(package.runtime) if gpu == CPU else comm.on_gpu(package.runtime, gpu)
+        native = package.native.make_gradient_manager(config, reached, strategy, options)
+        if gpu != CPU:
+            native = OnStream(native, gpu)
+            native.choose(None)
         self._native = native
+        self.device: str = native.device
         # Bound methods of the native manager: a block costs one call, not two.
         self.block_full = native.block_full
         self.notify_block = native.notify_block
@@ -196,9 +215,14 @@ class BaseGradientManager:
 
     def start_micro_step(self, micro_step: int, micro_steps: int, divide: Any = None) -> None:
         """Begins micro-step `micro_step` of `micro_steps` (0-based). divide: replaces the divisor of this step from here on."""
+        on_device = divide if getattr(divide, "is_cuda", False) and self.device != "cpu" else None
         self._native.start_micro_step(
-            _index(micro_step, "micro_step"), _index(micro_steps, "micro_steps"), _divide(divide)
+            _index(micro_step, "micro_step"),
+            _index(micro_steps, "micro_steps"),
+            None if on_device is not None else _divide(divide),
         )
+        if on_device is not None:
+            self._native.set_divide(on_device)
         for callback in self.on_start:
             callback()
 
@@ -223,7 +247,51 @@ class BaseGradientManager:
 
     def set_divide(self, divide: Any) -> None:
         """Sets the divisor of the current step, for example the global token count once it is known. A number or a 0-dim tensor."""
-        self._native.set_divide(_divide(divide))
+        on_device = getattr(divide, "is_cuda", False) and self.device != "cpu"
+        self._native.set_divide(divide if on_device else _divide(divide))
+
+    def use_stream(self, stream: Any) -> None:
+        """GPU: work goes on this stream (a torch.cuda.Stream, or a cudaStream_t as an integer; it must outlive the manager)
+        instead of torch's current one, which None brings back.
+        """
+        if self.device == "cpu":
+            raise UsageError("a manager on the CPU has no streams")
+        self._native.choose(stream)
+
+    # Saving and resuming
+
+    @property
+    def next_micro_step(self) -> int:
+        """The micro-step that comes next in this step: after load_state_dict, where to go on."""
+        return int(self._native.next_micro_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the step so far, between micro-steps or after the last: numbers, and flat copies of what was summed,
+        by checkpoint name (torch tensors where torch is imported, else NumPy arrays). Padding is not in it. Every rank calls it.
+        """
+        from gradgen.state import save
+
+        return save(self._native)
+
+    def load_state_dict(self, states: Any) -> None:
+        """Goes on where `states` was saved: this rank's state_dict, or a list of those of all ranks of the run that saved, whose
+        number may be another. Collective. What cannot be restored exactly raises ValueError (MismatchError on the other ranks), and
+        all ranks are then as after zero_grad().
+        """
+        from gradgen.state import load
+
+        load(self._native, states)
+
+    def all_gather(self, out: Any, input: Any) -> None:
+        """out = every rank's input, in rank order. Contiguous tensors of the manager's device; on a GPU in stream order."""
+        if self.device == "cpu":
+            self.comm.all_gather(out, input)
+        elif out.nbytes != input.nbytes * self.world_size or not (
+            out.is_contiguous() and input.is_contiguous()
+        ):
+            raise ValueError("all_gather: out must hold world_size times input, both contiguous")
+        else:
+            self._native.all_gather(out.data_ptr(), input.data_ptr(), input.nbytes)
 
     # What is known
 
@@ -244,6 +312,7 @@ class BaseGradientManager:
                 strategy=self.strategy,
                 rounding=self._rounding,
                 block_buffers=self._block_buffers,
+                offload=self._offload,
                 transport=self._native.transport,
                 **self._options,
             )
@@ -293,8 +362,14 @@ class BaseGradientManager:
 
         plan, memory = self.plan, self.memory()
         strategy = plan.strategy(self.strategy)
-        planned = (strategy.full_bytes, strategy.shard_bytes, strategy.staging_bytes, strategy.receive_bytes)
-        allocated = (memory["full"], memory["shards"], memory["staging"], memory["exchange"])
+        planned = (
+            strategy.full_bytes,
+            strategy.shard_bytes,
+            strategy.staging_bytes,
+            strategy.receive_bytes,
+            strategy.pinned_bytes,
+        )
+        allocated = tuple(memory[part] for part in ("full", "shards", "staging", "exchange", "pinned"))
         if layout_text(plan) != self._native.layout_text() or planned != allocated:
             raise RuntimeError(
                 f"internal error, please report: {self._package.native.model_name} plans {planned} bytes "

@@ -13,9 +13,8 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradgen.diagnostics import CacheError
 
@@ -24,8 +23,7 @@ FORMAT = 1
 ATTEMPTS = 3  # network file systems forget a handle (ESTALE) and find the file again
 
 
-@dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """One module, or the runtime (`model` is "" then), built for one Python."""
 
     model: str
@@ -36,6 +34,7 @@ class Build:
     python: str
     device: str
     files: Mapping[str, str]  # sha256 of every binary
+    arch: str = ""  # of the GPUs: sm_80,sm_90
 
     @property
     def module(self) -> str:
@@ -81,6 +80,7 @@ def _build(fields: dict[str, Any]) -> Build:
         build.text_hash,
         build.python,
         build.device,
+        build.arch,
     )
     if not all(isinstance(text, str) for text in (*texts, *build.files, *build.files.values())):
         raise TypeError
@@ -90,7 +90,7 @@ def _build(fields: dict[str, Any]) -> Build:
 
 
 def text(builds: Mapping[str, Build]) -> str:
-    data = {"format": FORMAT, "builds": {tag: asdict(build) for tag, build in sorted(builds.items())}}
+    data = {"format": FORMAT, "builds": {tag: build._asdict() for tag, build in sorted(builds.items())}}
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 

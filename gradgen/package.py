@@ -41,12 +41,16 @@ def build(
     out: str | os.PathLike[str] = "generated",
     *,
     device: str = "auto",
+    arch: str | Sequence[str] | None = None,
     jobs: int | None = None,
     force: bool = False,
     log: Log = note,
 ) -> Package:
     """Makes the package `<out>/<model>/` of a spec: its text and its binaries for this Python.
 
+    `device` is "cpu", "cuda" (its managers run on either) or "auto": cuda where nvcc and a GPU are present, or
+    `arch` is given. `arch` names the GPUs to compile for, such as "sm_80,sm_90"; they need not be present (None:
+    those of this machine). A package holds one build a Python: that of the last device.
     `force` builds into a folder that holds other people's files, or that is a symbolic link. Raises
     SpecError, BuildError, or UsageError for a folder that is not gradgen's.
     """
@@ -55,9 +59,8 @@ def build(
     from gradgen.resolve import check
 
     model = check(find_spec(spec))
-    return build_package(
-        render(model), model.name, Path(out), find_toolchain(device), jobs=jobs, force=force, log=log
-    )
+    toolchain = find_toolchain(device, arch)
+    return build_package(render(model), model.name, Path(out), toolchain, jobs=jobs, force=force, log=log)
 
 
 def build_package(

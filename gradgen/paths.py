@@ -14,7 +14,7 @@ CURE = "set GRADGEN_CACHE to a folder of your own"
 
 
 def runtime_dir() -> Path:
-    """The runtime's sources: include/, src/ and bindings/."""
+    """The runtime's sources: include/, src/, bindings/ and cuda/."""
     return PACKAGE / "runtime"
 
 

@@ -107,13 +107,16 @@ def plan(
     rounding: str = "nearest",
     block_buffers: int = 2,
     transport: str = "group",
+    offload: bool = False,
 ) -> Plan:
     """Plans `spec` (a path or a resolved model) for a preset, for `values` of dims and flags, or for both.
 
     Where both are given, `values` change the preset's. `dp` ranks, `ga` micro-steps a step; `strategy` None
     plans all of the spec's. Raises SpecError, UsageError, and ConfigError for values that no such model has.
     """
-    settings = Settings(dp, ga, dtype, accumulator or dtype, wire, rounding, block_buffers, transport)
+    settings = Settings(
+        dp, ga, dtype, accumulator or dtype, wire, rounding, block_buffers, transport, offload
+    )
     _check(settings)
     model = spec if isinstance(spec, Model) else _load(spec)
     config = configure(model, _values(model, preset, values))

@@ -31,11 +31,20 @@ class Settings:
     rounding: str = "nearest"
     block_buffers: int = 2
     transport: str = "group"
+    offload: bool = False  # block shards in pinned host memory
 
     @property
     def direct(self) -> bool:
         """Backward writes where sums are kept; otherwise it writes to staging first."""
         return self.dtype == self.accumulator and self.rounding == "nearest"
+
+    def receives(self, strategy: Strategy | StrategyPlan, unit: Arena) -> bool:
+        """Slices of other ranks are copied here before they are summed. NCCL sums an arena in place where it can."""
+        if self.transport not in COPYING or self.dp == 1:
+            return False
+        sharded = is_sharded(strategy, unit)
+        converts = self.wire_of(sharded) != (self.dtype if sharded else self.accumulator)
+        return self.transport != "nccl" or strategy.collective == "all_to_all" or unit.packed or converts
 
     def wire_of(self, sharded: bool) -> str:
         return self.wire or (self.dtype if sharded else self.accumulator)
@@ -83,8 +92,15 @@ def cost(strategy: Strategy, units: Sequence[Arena], settings: Settings) -> Stra
     sharded = [unit for unit in units if is_sharded(strategy, unit)]
     full = [unit for unit in units if not is_sharded(strategy, unit)]
     produced, accumulator = DTYPES[settings.dtype], DTYPES[settings.accumulator]
-    staged = sharded if settings.direct else units
+    staged = [
+        unit
+        for unit in units
+        if not settings.direct or is_sharded(strategy, unit) or settings.offload and unit.kind == "block"
+    ]
     staging = _slots(staged, settings.block_buffers, lambda unit: unit.numel)
+    kept = [(unit, unit.shard_numel if is_sharded(strategy, unit) else unit.numel) for unit in units]
+    offloaded = [(unit, numel) for unit, numel in kept if settings.offload and unit.kind == "block"]
+    bounced = 2 * max((numel for _, numel in offloaded), default=0)  # on their way to the host and back
     sent = collectives = 0
     for unit in units if settings.dp > 1 else ():
         times = unit.count * (settings.ga if is_sharded(strategy, unit) else 1)
@@ -96,16 +112,21 @@ def cost(strategy: Strategy, units: Sequence[Arena], settings: Settings) -> Stra
         strategy.blocks,
         strategy.non_blocks,
         strategy.collective,
-        full_bytes=accumulator * sum(unit.count * unit.numel for unit in full),
-        shard_bytes=accumulator * sum(unit.count * unit.shard_numel for unit in sharded),
-        staging_bytes=produced * staging,
+        full_bytes=accumulator * sum(unit.count * unit.numel for unit in full if not _hosted(unit, settings)),
+        shard_bytes=accumulator
+        * sum(unit.count * unit.shard_numel for unit in sharded if not _hosted(unit, settings)),
+        staging_bytes=produced * staging + accumulator * bounced,
         receive_bytes=_receive(strategy, units, settings)
         if settings.transport in COPYING and settings.dp > 1
         else 0,
-        pinned_bytes=0,
+        pinned_bytes=accumulator * sum(unit.count * numel for unit, numel in offloaded),
         wire_bytes=sent,
         collectives=collectives + (settings.dp > 1),
     )
+
+
+def _hosted(unit: Arena, settings: Settings) -> bool:
+    return settings.offload and unit.kind == "block"
 
 
 def slice_bytes(strategy: Strategy | StrategyPlan, unit: Arena, settings: Settings) -> int:
@@ -164,6 +185,7 @@ def _receive(strategy: Strategy, units: Sequence[Arena], settings: Settings) -> 
     Staged units have their own; one more, as large as the largest exchange, serves full units and ranks that
     contribute nothing.
     """
+    units = [unit for unit in units if settings.receives(strategy, unit)]
     sharded = [unit for unit in units if is_sharded(strategy, unit)]
     wire = settings.wire_of(sharded=True)
     converts = wire != settings.dtype

@@ -54,6 +54,7 @@ class Recipe:
             text_hash=self.text_hash,
             python=self.toolchain.python_tag,
             device=self.toolchain.device,
+            arch=",".join(self.toolchain.cuda.archs) if self.toolchain.cuda else "",
             files={name: manifest.file_hash(folder / name) for name in binaries},
         )
         (folder / manifest.NAME).write_text(manifest.text({build.python: build}), encoding="utf-8")
@@ -61,7 +62,8 @@ class Recipe:
 
 
 def runtime_recipe(entry: Entry, sources: Sources, toolchain: Toolchain) -> Recipe:
-    """All bindings as one unit, all of the core as another, and the kernels a file each.
+    """All bindings as one unit, all of the core as another, and the kernels a file each; for CUDA its C++ files as
+    one more.
 
     A file alone spends most of its time on headers: bindings 60 s in six files and 12 s in one, the core 26 s in
     twenty and 9 s in one. So two files of the core cannot give one name to two things, not even privately.
@@ -69,30 +71,42 @@ def runtime_recipe(entry: Entry, sources: Sources, toolchain: Toolchain) -> Reci
     define = f"-DGRADGEN_RUNTIME_MODULE={entry.name}"
     sources_of = {
         part: sorted(n for n in sources if n.startswith(f"{part}/") and n.endswith(".cpp"))
-        for part in ("src", "bindings")
+        for part in ("src", "bindings", "cuda")
     }
     kernels = [name for name in sources_of["src"] if name.startswith("src/kernels")]
     joined = {
         "bindings.cpp": sources_of["bindings"],
         "core.cpp": [name for name in sources_of["src"] if name not in kernels],
+        "cuda.cpp": sources_of["cuda"],
     }
-    roles = {
-        "bindings.cpp": "bindings",
-        "core.cpp": "core",
-        **dict.fromkeys(kernels, "core"),
-    }  # slow ones first
+    roles = {name.removesuffix(".cpp"): name.removesuffix(".cpp") for name, parts in joined.items() if parts}
+    roles = {f"{name}.cpp": role for name, role in roles.items()} | dict.fromkeys(kernels, "core")
     objects = {name: name.replace("/", "_") + ".o" for name in roles}
+    units = [
+        Command(name.replace("/", "_"), toolchain.compile(role, name, objects[name], define))
+        for name, role in roles.items()
+    ]  # slow ones first
+    files = {**sources, **{name: _including(parts) for name, parts in joined.items() if parts}}
+    more: tuple[str, ...] = ()
+    if toolchain.cuda is not None:
+        for name in (n for n in sorted(sources) if n.endswith(".cu")):
+            objects[name] = name.replace("/", "_") + ".o"
+            keep = f"{objects[name]}.keep"
+            files[f"{keep}/.empty"] = b""  # nvcc does not make the folder
+            command = toolchain.cuda.compile(name, objects[name], keep)
+            units.append(Command(name.replace("/", "_"), command))
+        units.sort(
+            key=lambda unit: not unit.name.startswith("cuda_kernels")
+        )  # nvcc may refuse the C++ compiler
+        more = toolchain.cuda.link()
     library = f"{entry.name}.so"
     return Recipe(
         entry=entry,
         toolchain=toolchain,
-        files={**sources, **{name: _including(parts) for name, parts in joined.items()}},
+        files=files,
         shared=None,
-        units=tuple(
-            Command(name.replace("/", "_"), toolchain.compile(role, name, objects[name], define))
-            for name, role in roles.items()
-        ),
-        link=Command(library, toolchain.link(sorted(objects.values()), library)),
+        units=tuple(units),
+        link=Command(library, toolchain.link(sorted(objects.values()), library, *more)),
         keep=frozenset(),
         runtime_key=entry.key,
         sources=sources_hash(sources),

@@ -11,10 +11,11 @@ PARTS = ("include", "src", "bindings")
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
-def runtime_sources() -> dict[str, bytes]:
-    """Every file of the runtime by relative name. Read once: what is hashed is what is compiled."""
+def runtime_sources(device: str = "cpu") -> dict[str, bytes]:
+    """Every file of a device's runtime by relative name. Read once: what is hashed is what is compiled."""
     root = paths.runtime_dir()
-    files = (path for part in PARTS for path in (root / part).rglob("*") if path.suffix in SUFFIXES)
+    parts = (*PARTS, "cuda") if device == "cuda" else PARTS
+    files = (path for part in parts for path in (root / part).rglob("*") if path.suffix in SUFFIXES)
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(files)}
 
 

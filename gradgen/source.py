@@ -79,7 +79,8 @@ def _bytes(name: str) -> bytes:
         reason = "the name is too long" if error.errno == errno.ENAMETOOLONG else error.strerror or str(error)
         raise UsageError(f"{name or quote(name)}: cannot read it: {reason}") from None
     except ValueError as error:
-        raise UsageError(f"{quote(name)}: cannot be a path: {error}") from None
+        reason = "it holds a null character" if "\0" in name else str(error)  # Pythons word it differently
+        raise UsageError(f"{quote(name)}: cannot be a path: {reason}") from None
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name}: has more than {MAX_BYTES} bytes")
     return data

@@ -8,13 +8,17 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from gradgen.diagnostics import BuildError, UsageError
+from gradgen.cuda_toolchain import CudaToolchain, cuda_available, find_cuda, parse_arch
+from gradgen.diagnostics import UsageError
+from gradgen.probe import ToolchainMissing, Unfit, output
+
+__all__ = ["LINK", "ROLES", "Toolchain", "ToolchainMissing", "find_toolchain", "python_tag"]
 
 GCC, CLANG = 12, 16  # the first ones with what the runtime uses of C++20
 CANDIDATES = ("g++", "clang++", "c++", "g++-15", "g++-14", "g++-13", "g++-12", "clang++-19", "clang++-18")
@@ -25,20 +29,14 @@ INSTALL = (
 COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-semantic-interposition", "-Wno-psabi")
 ROLES = {
     "core": ("-O2", "-I."),  # its symbols are what models link against
+    "cuda": ("-O2", "-I."),  # C++ that calls the CUDA runtime
     "bindings": ("-O1", "-fvisibility=hidden", "-I."),
     "model": ("-O2", "-fvisibility=hidden"),
     "module": ("-O1", "-fvisibility=hidden"),  # calls that Python makes once
 }
-LINK = ("-shared", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
-
-
-class ToolchainMissing(BuildError):
-    """There is no compiler, or it lacks what it needs.
-
-    `missing` is what makes the command line exit with 3.
-    """
-
-    missing = True
+# A compiler that links its C++ library statically (the CUDA runtime always is): what is inside must not mix with the
+# copy that torch brings.
+LINK = ("-shared", "-Wl,-s", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,-rpath,$ORIGIN")
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,12 @@ class Toolchain:
     pybind11_include: str
     pybind11_version: str
     device: str = "cpu"
+    cuda: CudaToolchain | None = None
+
+    @property
+    def target(self) -> str:
+        """What is built for, as a line about a build says it: "cpu", or "cuda sm_80,sm_90"."""
+        return f"{self.device} {','.join(self.cuda.archs)}" if self.cuda else self.device
 
     def compile(self, role: str, source: str, target: str, *more: str) -> tuple[str, ...]:
         include = ("-Iinclude", "-isystem", self.pybind11_include, "-isystem", self.python_include)
@@ -62,16 +66,18 @@ class Toolchain:
             *self.flags,
             *ROLES[role],
             *more,
+            *(("-DGRADGEN_CUDA=1",) if self.device == "cuda" else ()),
             *self._unnamed(),
             *include,
+            *(self.cuda.includes() if self.cuda and role == "cuda" else ()),
             "-c",
             source,
             "-o",
             target,
         )
 
-    def link(self, objects: list[str], target: str) -> tuple[str, ...]:
-        return (*self.command, *LINK, f"-Wl,-soname,{target}", "-o", target, *objects)
+    def link(self, objects: list[str], target: str, *more: str) -> tuple[str, ...]:
+        return (*self.command, *LINK, f"-Wl,-soname,{target}", "-o", target, *objects, *more)
 
     def _unnamed(self) -> tuple[str, ...]:
         """Keeps this machine's folders out of the binary."""
@@ -79,19 +85,28 @@ class Toolchain:
         return tuple(f"-ffile-prefix-map={folder}={name}" for folder, name in folders.items())
 
 
-def find_toolchain(device: str = "cpu") -> Toolchain:
-    """The compiler that CXX names, else the first of CANDIDATES that is new enough.
+def find_toolchain(device: str = "cpu", arch: str | Sequence[str] | None = None) -> Toolchain:
+    """The compiler that CXX names, else the first of CANDIDATES that is new enough; with nvcc for CUDA.
 
-    GRADGEN_CXXFLAGS adds flags. Raises ToolchainMissing, which says what is missing and how to get it. Asking
-    a compiler takes 30 ms, so nothing about it is kept on disk: what a wrapper hides is asked each time.
+    device: "cpu", "cuda", or "auto": cuda where nvcc and a GPU are present or `arch` is given. arch: the GPUs to
+    compile for, "sm_80,sm_90" or a list of such names (None: those of this machine). GRADGEN_CXXFLAGS and
+    GRADGEN_NVCCFLAGS add flags. Raises ToolchainMissing, which says what is missing and how to get it. Asking a
+    compiler takes 30 ms, so nothing about it is kept on disk: what a wrapper hides is asked each time.
     """
     if device not in ("cpu", "cuda", "auto"):
         raise UsageError(f"device must be cpu, cuda or auto, not {device!r}")
-    if device == "cuda":
-        raise ToolchainMissing("device cuda cannot be built: this gradgen has no CUDA runtime")
-    return _find(
+    if device == "cpu" and arch is not None:
+        raise UsageError(
+            f"arch names GPUs and device is cpu: leave --arch (arch={arch!r}) out, or take device cuda"
+        )
+    if arch is not None:
+        parse_arch(arch)  # before compilers are looked for: what is wrong with the call comes first
+    found = _find(
         os.environ.get("CXX", ""), os.environ.get("GRADGEN_CXXFLAGS", ""), os.environ.get("PATH", "")
     )
+    if device == "cpu" or (device == "auto" and arch is None and not cuda_available()):
+        return found
+    return replace(found, device="cuda", cuda=find_cuda(arch, found.command))
 
 
 @lru_cache(maxsize=8)
@@ -132,50 +147,25 @@ def _compiler(cxx: str, extra: list[str], path: str) -> tuple[tuple[str, ...], s
         command = (found, *words[1:])
         try:
             return (command, *_ask(command, extra))
-        except _Unfit as reason:
+        except Unfit as reason:
             reasons.append(f"{shlex.join(command)}: {reason}")
     what = f"the compiler of CXX={cxx!r} cannot be used" if cxx.strip() else "no C++ compiler"
     raise ToolchainMissing(f"{what} ({'; '.join(reasons)}); {INSTALL}")
 
 
-class _Unfit(Exception):
-    """Why a program cannot be the compiler."""
-
-
 def _ask(command: tuple[str, ...], extra: list[str]) -> tuple[str, str]:
     """Version and architecture. The macros that a compiler predefines tell all that its native target has."""
-    version = _output((*command, "--version")).split("\n")[0].strip()
-    macros = _output((*command, *COMMON, _native_flag(), *extra, "-dM", "-E", "-x", "c++", os.devnull))
+    version = output((*command, "--version")).split("\n")[0].strip()
+    macros = output((*command, *COMMON, _native_flag(), *extra, "-dM", "-E", "-x", "c++", os.devnull))
     number = re.search(r"#define __clang_major__ (\d+)", macros)
     name, needed = ("Clang", CLANG) if number else ("GCC", GCC)
     number = number or re.search(r"#define __GNUC__ (\d+)", macros)
     if number is None:
-        raise _Unfit("neither GCC nor Clang")
+        raise Unfit("neither GCC nor Clang")
     if int(number[1]) < needed:
-        raise _Unfit(f"{name} {number[1]} is too old, {needed} is needed")
+        raise Unfit(f"{name} {number[1]} is too old, {needed} is needed")
     digest = hashlib.sha256("\n".join(sorted(macros.split("\n"))).encode()).hexdigest()
     return version, f"{platform.machine()}-{digest[:16]}"
-
-
-def _output(command: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except subprocess.TimeoutExpired:
-        raise _Unfit("does not answer") from None
-    except OSError as error:
-        raise _Unfit(error.strerror or str(error)) from error
-    if done.returncode != 0:
-        said = [line for line in done.stderr.split("\n") if line.strip()]
-        raise _Unfit(said[0].strip() if said else f"ends with {done.returncode}")
-    return done.stdout
 
 
 def _python_include() -> str:

@@ -173,7 +173,7 @@ def test_one_runtime_a_process(shop: Workshop) -> None:
 
 def test_importing_needs_nothing_heavy(shop: Workshop) -> None:
     pack(shop)
-    names = ("torch", "jinja2", "yaml", "jsonschema", "click", "pybind11")
+    names = ("torch", "jinja2", "yaml", "jsonschema", "click", "pybind11", "inspect")
     heavy = f"[name for name in {names} if name in sys.modules]"
     environment = {**os.environ, "PYTHONPATH": str(shop.folder / "out")}
     code = f"""

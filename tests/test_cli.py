@@ -97,6 +97,14 @@ def test_plan_options(cli, tiny):
     assert [strategy["id"] for strategy in data["strategies"]] == ["sharded"]
 
 
+def test_plan_says_which_ranks_it_is_for(cli, tiny):
+    """Receive staging is needed between hosts only, so the default plans for the most memory, and says so."""
+    options = ["plan", tiny, "--preset", "small", "--dp", "2"]
+    assert "--transport shared" in cli(*options).stderr
+    for more in (["--transport", "group"], ["--transport", "shared"], ["--json"]):
+        assert cli(*options, *more).stderr == ""
+
+
 def test_plan_of_one_block(cli, tiny):
     plain = cli("plan", tiny, "--preset", "small", "--block", "layer")
     assert plain.returncode == 0, plain.stderr

@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "gradgen" / "runtime"
-CORE = ("arena", "communicator", "single", "threads", "process", "shared", "shared_world")
+CORE = ("arena", "communicator", "single", "threads", "process", "shared", "shared_world", "transaction")
 TESTS = (
     "test_communicators",
     "comm_exchange_tests",
+    "comm_transaction_tests",
     "comm_failure_tests",
     "comm_place_tests",
     "comm_benchmark",

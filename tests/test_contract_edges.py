@@ -16,6 +16,7 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
+    manager,
     model,
     run_ranks,
     shards,
@@ -23,10 +24,6 @@ from tests.support import (
 )
 
 OUTSIDE = ("lm_head", "spare", "logit_scale", "twice", "positions", "embedding")
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

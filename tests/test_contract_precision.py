@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 
 import gradgen
-from tests.support import STRATEGIES, WORLDS, assemble, config, model, run_ranks, shards, whole_step
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
+from tests.support import (
+    STRATEGIES,
+    WORLDS,
+    assemble,
+    config,
+    manager,
+    run_ranks,
+    shards,
+    whole_step,
+)
 
 
 def accumulate(

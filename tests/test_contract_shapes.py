@@ -11,21 +11,20 @@ import pytest
 from tests.support import (
     STRATEGIES,
     WORLDS,
+    alias,
     assemble,
     config,
     fill_block,
     fill_weight,
+    manager,
     model,
+    on_host,
     run_ranks,
     shards,
     values,
     whole_step,
     write,
 )
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 def random_step(grads: Any, rank: int, micro_steps: int, seed: int) -> dict[str, np.ndarray]:
@@ -201,14 +200,14 @@ def test_names_offsets_and_lifetime(strategy: str, world: int) -> None:
         assert {name: tuple(view.global_shape) for name, view in views.items()} == expected
         assert list(views) == list(expected)
         before = {name: values(view) for name, view in views.items()}
-        dlpack = {name: np.from_dlpack(view) for name, view in views.items() if view.numel}
+        dlpack = {name: alias(view) for name, view in views.items() if view.numel}
         grads.close()
         del grads
         gc.collect()
         for name, view in views.items():
             assert np.array_equal(values(view), before[name]), name
             if view.numel:
-                assert np.array_equal(dlpack[name].ravel(), before[name].ravel().astype(np.float32))
+                assert np.array_equal(on_host(dlpack[name]).ravel(), before[name].ravel().astype(np.float32))
         return True
 
     assert all(run_ranks(world, body))

@@ -18,17 +18,15 @@ from tests.support import (
     config,
     fill_block,
     fill_weight,
+    manager,
     model,
+    overwrite,
     run_ranks,
     shards,
     whole_step,
 )
 
 OUTSIDE = ("lm_head", "spare", "logit_scale", "twice", "positions", "embedding")
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 def refused(error: type[BaseException], match: str, call: Any, *args: Any) -> None:
@@ -42,7 +40,7 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     at = "mini: block 'layer' layer 1, micro-step 0 of 2"
     refused(
         gradgen.StateError,
-        "mini: get_block_full of block 'layer' layer 1 outside of a micro-step",
+        "mini: block_full of block 'layer' layer 1 outside of a micro-step",
         grads.block_full,
         1,
     )
@@ -59,7 +57,7 @@ def test_named_errors_leave_the_step_usable(strategy: str) -> None:
     refused(gradgen.StateError, f"{at}: handed out but not notified", grads.end_micro_step)
     refused(gradgen.StateError, "zero_grad inside micro-step 0 of 2", grads.zero_grad)
     for _, tensor in block.items():
-        np.asarray(tensor)[...] = 3.0
+        overwrite(tensor, 3.0)
     grads.notify_block(1)
     refused(gradgen.StateError, "notified without", grads.notify_block, 1)
     for layer in (0, 2):

@@ -10,21 +10,21 @@ import pytest
 
 import gradgen
 from tests.support import (
+    DEVICE,
     STRATEGIES,
     WORLDS,
     assemble,
     config,
     fill_block,
     fill_weight,
-    model,
+    manager,
+    overwrite,
     run_ranks,
     shards,
+    values,
     whole_step,
+    write,
 )
-
-
-def manager(comm: Any, strategy: str, cfg: Any = None, **options: Any) -> Any:
-    return model().GradientManager(cfg or config(), comm, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -164,12 +164,12 @@ def test_zero_patterns(strategy: str) -> None:
     grads.start_micro_step(0, 1)
     block = grads.block_full(0)
     assert not block.accumulate
-    assert np.all(np.asarray(block.norm) == 0)
-    assert np.all(np.asarray(block.expert) == 0)  # may be absent: contributes zeros unless written
-    assert np.all(np.isnan(np.asarray(block.proj)))  # never touched
+    assert np.all(values(block.norm) == 0)
+    assert np.all(values(block.expert) == 0)  # may be absent: contributes zeros unless written
+    assert np.all(np.isnan(values(block.proj)))  # never touched
     grads.notify_block(0)
     embedding = grads.non_block_full("embedding")
-    assert np.all(np.asarray(embedding) == 0)
+    assert np.all(values(embedding) == 0)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -183,17 +183,19 @@ def test_conditional_weights_and_guard_bytes(strategy: str, world: int, bias: bo
         slots = grads.plan.to_json()["arenas"]
         guards = []
         for name, buffer in grads._native.buffers():
-            data = np.asarray(buffer)
-            data[...] = 12345.0
-            guards.append((name, data))
+            overwrite(buffer, 12345.0)
+            guards.append((name, buffer))
         whole_step(grads, 2, lambda m: 1.0)
         padding = {a["id"]: a for a in slots}
-        for name, data in guards:
+        for name, buffer in guards:
+            data = values(buffer)
             if world == 1 and name.startswith("block"):
                 used = np.zeros(data.size, bool)
                 for slot in padding["layer"]["slots"]:
                     used[slot["offset"] : slot["offset"] + slot["numel"]] = True
-                assert np.all(data[~used] == 12345.0), name
+                # On a GPU one launch zeroes the zero range, and the padding between its weights with it.
+                touched = padding["layer"]["zero_numel"] if DEVICE != "cpu" else 0
+                assert np.all(data[touched:][~used[touched:]] == 12345.0), name
                 assert np.all(data[used] == 2.0), name
         return shards(grads), {w.id for w in grads.weights()}
 
@@ -244,11 +246,11 @@ def test_tied_weights_in_an_unexpected_order_are_safe(strategy: str) -> None:
     grads = manager(None, strategy, config(tied=True), poison=True)
     grads.start_micro_step(0, 1)
     embedding = grads.non_block_full("embedding")
-    assert embedding.accumulate and np.all(np.asarray(embedding) == 0)
-    np.asarray(embedding)[...] += 1
+    assert embedding.accumulate and np.all(values(embedding) == 0)
+    write(embedding, 1.0, accumulate=True, zeroed=False)
     grads.notify_non_block("embedding")
     head = grads.non_block_full("lm_head")
-    assert head.accumulate and np.all(np.asarray(head) == 1)
+    assert head.accumulate and np.all(values(head) == 1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -92,7 +92,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_harmless(tmp_path):
         ("loop", "loop: cannot read it: Too many levels of symbolic links"),
         ("huge.yaml", "huge.yaml: has 52428800 bytes; a spec has at most 1048576"),
         ("a" * 300, "cannot read it: the name is too long"),
-        ("a\0b", r"'a\x00b': cannot be a path: embedded null byte"),
+        ("a\0b", r"'a\x00b': cannot be a path: it holds a null character"),
         ("missing.yaml/x", "missing.yaml/x: cannot read it: No such file or directory"),
     ],
     ids=lambda text: text[:20].replace("\0", "0"),

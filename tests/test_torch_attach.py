@@ -53,6 +53,29 @@ def test_every_difference_is_listed_at_once() -> None:
     assert not grads.on_start and not grads.on_end
 
 
+def test_a_model_of_another_dtype_is_one_difference() -> None:
+    model, module, config = make("llama-tied")
+    with pytest.raises(AttachError) as caught:
+        attach(model.to(torch.bfloat16), manager(module, config))
+    count = len(list(model.parameters()))
+    assert caught.value.problems == (
+        f"{count} parameters, model.embed_tokens.weight the first: "
+        "dtype bfloat16 in the model, float32 in the manager (dtype=)",
+    )
+
+
+def test_a_configuration_that_lacks_keys_is_told_in_its_own_words() -> None:
+    model, module, _ = make("llama")
+    keys = {k: v for k, v in model.config.to_dict().items() if k not in ("vocab_size", "num_hidden_layers")}
+    with pytest.raises(
+        gradgen.ConfigError, match=r"does not have vocab_size \(vocab\), num_hidden_layers \(layers\);"
+    ):
+        module.Config.from_hf(keys)
+    with pytest.raises(gradgen.ConfigError, match=r"does not have vocab_size \(vocab\);"):
+        module.Config.from_hf(keys, layers=2)
+    assert module.Config.from_hf(keys, layers=2, vocab=9).values()["vocab"] == 9
+
+
 def test_a_tie_that_the_spec_does_not_know() -> None:
     model, module, config = make("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -79,34 +102,6 @@ def test_no_gradient_lingers(name: str) -> None:
     assert len(seen) >= 3 * len(list(model.parameters()))
     assert max(seen) == 0
     assert shard_errors(grads, reference(model, data)) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2"])
-def test_fused_linear_layers(name: str) -> None:
-    """Weight gradients go straight into the buffers, of the tied head too; the rest is as without."""
-    model, module, config = make(name)
-    grads = manager(module, config)
-    attachment = attach(model, grads, fuse_linear=True)
-    data = tokens(0, 3, 1)
-    seen: list[str] = []
-    for parameter_name, p in model.named_parameters():
-        p.register_hook(lambda g, n=parameter_name: None if g is None else seen.append(n))
-    for _ in range(2):
-        run_step(model, grads, data)
-        assert shard_errors(grads, reference(detached(model), data)) <= 1e-6
-        grads.zero_grad()
-    linear = {f"{n}.weight" for n, m in model.named_modules() if type(m) is torch.nn.Linear}
-    assert linear.isdisjoint(set(seen) - {"model.embed_tokens.weight"})
-    attachment.detach()
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def detached(model: Any) -> Any:
-    """A copy without hooks and replaced forwards."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        module.__dict__.pop("forward", None)
-    return twin
 
 
 def test_a_gradient_outside_a_micro_step() -> None:

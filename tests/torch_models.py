@@ -60,11 +60,15 @@ MODELS = {
 }
 
 
-def make(name: str) -> tuple[torch.nn.Module, ModuleType, Any]:
-    """The model (the same on every rank), the built module of its spec, and its configuration."""
+def make(name: str, load: bool = True) -> tuple[torch.nn.Module, Any, Any]:
+    """The model (the same on every rank), the built module of its spec, and its configuration; `load` False: the model
+    only.
+    """
     spec, build = MODELS[name]
     torch.manual_seed(0)
     model = build()
+    if not load:
+        return model, None, None
     module = gradgen.load(SPECS / f"{spec}.yaml", device="cpu")
     return model, module, config_for(name, model, module)
 

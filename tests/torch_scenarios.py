@@ -51,7 +51,11 @@ def ddp_error(model: torch.nn.Module, data: torch.Tensor, wanted: dict[str, torc
 
 def everything(models: list[str], train: list[str], faults: bool) -> dict[str, Any]:
     """All that test_torch_parity.py asks of one world size, in one start of the ranks."""
-    results: dict[str, Any] = {"parity": parity(models), "curves": curves("llama-tied", train, 30)}
+    results: dict[str, Any] = {
+        "parity": parity(models),
+        "bf16": bf16_errors(["llama-tied", "gpt2"]),
+        "curves": curves("llama-tied", train, 30),
+    }
     if faults:
         results["state"] = state_roundtrip()
         results["faults"] = optimizer_faults()
@@ -71,14 +75,45 @@ def parity(models: list[str]) -> dict[str, dict[str, float]]:
             grads = module.GradientManager(
                 config, gradgen.comm.from_torch(), strategy=strategy, dtype="float32"
             )
-            attachment = attach(model, grads)
-            for _ in range(2):  # a second step: first touches again
-                for i, row in enumerate(data):
-                    with grads.micro_step(i, MICRO_STEPS):
-                        loss(model, row[rank]).backward()
-                assert all(p.grad is None for p in model.parameters())
-                results[name][strategy] = max(results[name].get(strategy, 0.0), shard_errors(grads, wanted))
-                grads.zero_grad()
+            for fused in (False, True):
+                way = f"{strategy} fused" if fused else strategy
+                attachment = attach(model, grads, fuse_wgrad=fused)
+                for _ in range(2):  # a second step: first touches again
+                    for i, row in enumerate(data):
+                        with grads.micro_step(i, MICRO_STEPS):
+                            loss(model, row[rank]).backward()
+                    assert all(p.grad is None for p in model.parameters())
+                    results[name][way] = max(results[name].get(way, 0.0), shard_errors(grads, wanted))
+                    grads.zero_grad()
+                assert not attachment.not_fused
+                attachment.detach()
+            grads.close()
+    return results
+
+
+def bf16_errors(models: list[str]) -> dict[str, float]:
+    """Per model and way: errors against the same bf16 model's gradients by plain autograd in one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for name in models:
+        model, module, config = make(name)
+        model = model.to(torch.bfloat16)
+        data = tokens(0, MICRO_STEPS, world)
+        wanted = reference(model, data)
+        for fused in (False, True):
+            grads = module.GradientManager(
+                config,
+                gradgen.comm.from_torch(),
+                strategy="sharded_all_to_all",
+                dtype="bfloat16",
+                accumulator="float32",
+            )
+            attachment = attach(model, grads, fuse_wgrad=fused)
+            for i, row in enumerate(data):
+                with grads.micro_step(i, MICRO_STEPS):
+                    loss(model, row[rank]).backward()
+            results[f"{name} fused" if fused else name] = shard_errors(grads, wanted)
+            assert bool(attachment.fused) == fused
             attachment.detach()
             grads.close()
     return results

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradgen.diagnostics import StateError
-from gradgen.torch.linear import fuse
+from gradgen.torch.fuse import Layer, fuse, none_reaches_hooks
 from gradgen.torch.names import Pair, Rename, match
 from gradgen.torch.types import Manager, as_torch
 
+UNSEEN = (
+    "its gradient came from autograd: torch.compile, or code that uses the weight without calling the module"
+)
+
 
 def attach(
-    model: torch.nn.Module, grads: Manager, *, rename: Rename = None, fuse_linear: bool = False
+    model: torch.nn.Module, grads: Manager, *, rename: Rename = None, fuse_wgrad: bool = False
 ) -> Attachment:
     """Sends every gradient of `model` to `grads`, from now on, by checkpoint name.
 
@@ -25,9 +29,9 @@ def attach(
     some got none.
 
     rename: from a parameter's name to its checkpoint name where the two differ (a function or a mapping).
-    fuse_linear: the weight gradients of nn.Linear layers are written by the matrix product itself: no
-    temporary, no extra pass. It replaces the layers' `forward` until `detach()`; hooks on those weights do
-    not see a gradient.
+    fuse_wgrad: the weight gradients of linear layers, and of fp32 embeddings, are computed in the manager's
+    buffers: no temporary, no extra pass. It replaces the layers' `forward` until `detach()`. What cannot be
+    done so goes the usual way: `attachment.fused` and `attachment.not_fused` say what and why.
 
     Raises AttachError, which lists every parameter and weight that do not match: missing, extra, shape,
     dtype, frozen, tied. A backward pass outside a micro-step raises StateError.
@@ -36,7 +40,7 @@ def attach(
         raise TypeError(
             f"attach(model, grads): the first argument is the torch module, not a {type(model).__name__}"
         )
-    return Attachment(match(model, grads, rename), grads, model if fuse_linear else None)
+    return Attachment(match(model, grads, rename), grads, model if fuse_wgrad else None)
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class Unit:
     accumulate: bool = False
     written: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    layers: dict[int, list[Layer]] = field(
+        default_factory=dict
+    )  # those that write a weight's gradient themselves
+    mixed: set[int] = field(default_factory=set)  # indices of weights that other modules use too
 
     def open(self, grads: Manager) -> list[torch.Tensor]:
         """Takes the unit's buffers from the manager."""
@@ -88,16 +96,31 @@ class Attachment:
 
     def __init__(self, pairs: list[Pair], grads: Manager, fused: torch.nn.Module | None) -> None:
         self._grads = grads
-        self._running = False
+        self.running = False  # within a micro-step
         self._units: dict[tuple[str | None, int | str], Unit] = {}
         self._undo: list[Callable[[], None]] = []
-        places = {id(pair.parameter): self._add(pair) for pair in pairs}
-        for module in fused.modules() if fused is not None else ():
-            if type(module) is torch.nn.Linear and id(module.weight) in places:
-                unit, index = places[id(module.weight)]
-                self._undo.append(fuse(module, self._sink(unit, index), lambda: self._running))
+        self._layers: dict[str, Layer] = {}
+        self._nodes: list[Any] = []
+        self._refused: dict[str, str] = {}
+        places = {id(pair.parameter): (pair, *self._add(pair)) for pair in pairs}
+        if fused is not None:
+            self._fuse(fused, places)
         grads.on_start.append(self._start)
         grads.on_end.append(self._end)
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """The modules whose weight gradient is computed in the manager's buffer; so far, in every call."""
+        return tuple(name for name in self._layers if name not in self.not_fused)
+
+    @property
+    def not_fused(self) -> Mapping[str, str]:
+        """The modules with trainable matrices whose gradient comes through autograd, at least once: why.
+
+        Empty unless `fuse_wgrad` was asked for.
+        """
+        calls = {name: layer.reason for name, layer in self._layers.items() if layer.reason}
+        return {**self._refused, **calls}
 
     def detach(self) -> None:
         """Removes the hooks; gradients go to `p.grad` again. Safe to call twice."""
@@ -124,11 +147,14 @@ class Attachment:
         """Autograd has finished a parameter's gradient: all uses summed, or None when the layer wrote it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
+            if index in unit.layers and index not in unit.mixed:
+                for layer in unit.layers[index]:
+                    layer.reason = layer.reason or UNSEEN
             if gradient.is_sparse:
                 raise StateError(
                     f"{unit.names[index]}: a sparse gradient; make its embedding with sparse=False"
                 )
-            buffer, accumulate = self._take(unit, index)
+            buffer, accumulate = self.take(unit, index)
             if gradient.dtype != buffer.dtype:
                 raise StateError(
                     f"{unit.names[index]}: a {gradient.dtype} gradient for a {buffer.dtype} buffer; the model was "
@@ -144,9 +170,9 @@ class Attachment:
         if len(unit.done) == len(unit.ids):
             unit.close(self._grads)
 
-    def _take(self, unit: Unit, index: int) -> tuple[torch.Tensor, bool]:
+    def take(self, unit: Unit, index: int) -> tuple[torch.Tensor, bool]:
         """The buffer of one weight, about to be written, and whether to add."""
-        if not self._running:
+        if not self.running:
             raise StateError(
                 f"{unit.names[index]}: a gradient outside a micro-step; run backward() within "
                 "`with grads.micro_step(i, n):`, or detach() the model first"
@@ -158,16 +184,38 @@ class Attachment:
         unit.written.add(index)
         return buffers[index], accumulate
 
-    def _sink(self, unit: Unit, index: int) -> Callable[[], tuple[torch.Tensor, bool]]:
-        return lambda: self._take(unit, index)
+    def _fuse(self, model: torch.nn.Module, places: Mapping[int, tuple[Pair, Unit, int]]) -> None:
+        for name, module in model.named_modules():
+            for kind, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim < 2 or id(parameter) not in places:
+                    continue
+                pair, unit, index = places[id(parameter)]
+                if kind == "weight":
+                    done = fuse(module, self, unit, index, bool(pair.record.zero))
+                else:
+                    done = f"{type(module).__name__} is neither a linear layer nor an embedding"
+                if isinstance(done, str):
+                    self._refused[name] = done
+                    unit.mixed.add(index)
+                    continue
+                self._layers[name], undo = done
+                self._undo.append(undo)
+                unit.layers.setdefault(index, []).append(done[0])
+                if not none_reaches_hooks():
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    self._nodes.append(node)  # its hook lives as long as it does
+                    self._undo.append(node.register_hook(self._finisher(unit, index, parameter)).remove)
+
+    def _finisher(self, unit: Unit, index: int, parameter: torch.Tensor) -> Callable[..., None]:
+        return lambda *_: self._receive(unit, index, parameter)
 
     def _start(self) -> None:
-        self._running = True
+        self.running = True
         for unit in self._units.values():  # what an exception left open
             unit.buffers = None
 
     def _end(self) -> None:
-        self._running = False
+        self.running = False
         for unit in self._units.values():
             if unit.buffers is not None:
                 unit.close(self._grads)

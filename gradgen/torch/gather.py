@@ -1,20 +1,27 @@
-"""Every rank's updated shards, into every rank's parameters: few collectives through one small buffer."""
+"""Every rank's updated shards, into every rank's parameters: straight from the memory of the others where ranks share
+it, else by few collectives through one small buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from gradgen.torch.housing import Housing
 from gradgen.torch.shards import Shard
-from gradgen.torch.types import Communicator
 
 
 @dataclass
 class Chunk:
-    """One collective: what this rank packs, and where the other ranks' bytes go. Views only."""
+    """One collective: what this rank packs, and where the other ranks' bytes go. Views only.
 
+    `direct`: what this rank sends lies in one piece of a parameter already, and nothing is packed.
+    """
+
+    direct: torch.Tensor | None = None
     packed: list[torch.Tensor] = field(default_factory=list)  # of the send buffer
     own: list[torch.Tensor] = field(default_factory=list)  # of parameters
     received: list[torch.Tensor] = field(default_factory=list)  # of the receive buffer
@@ -30,13 +37,32 @@ class Stream:
     chunks: list[Chunk]
 
 
-class ParameterGather:
-    """Gathers parameters whose shards are divided among ranks. Weights that every rank owns whole are left
-    alone.
+class InPlaceGather:
+    """Gathers parameters that live in memory of the communicator: one copy a byte, one exchange for all of them."""
 
-    Each rank's shards form one long row of elements, cut into pieces of at most `piece_bytes`; a collective
-    carries one piece a rank, so its number is (model bytes / world / piece_bytes) and memory stays at
-    world * piece_bytes.
+    def __init__(
+        self, shards: Sequence[Shard], ranks: Sequence[Mapping[str, tuple[int, int]]], housing: Housing
+    ) -> None:
+        self._housing = housing
+        sizes = {s.name: s.parameter.element_size() for s in shards}
+        self._owned = [
+            [
+                (housing.offsets[name] + entries[name][0] * size, entries[name][1] * size)
+                for name, size in sizes.items()
+                if entries[name][1]
+            ]
+            for entries in ranks
+        ]
+
+    def __call__(self) -> None:
+        """Collective, blocking."""
+        self._housing.comm.gather_in_place(self._housing.memory, self._owned)
+
+
+class PackedGather:
+    """Gathers parameters through a buffer. Each rank's shards form one long row of elements, cut into pieces of at most
+    `piece_bytes`; a collective carries one piece a rank, so its number is (model bytes / world / piece_bytes) and
+    memory stays at world * piece_bytes.
     """
 
     def __init__(
@@ -44,14 +70,13 @@ class ParameterGather:
         shards: Sequence[Shard],
         ranks: Sequence[Mapping[str, tuple[int, int]]],
         rank: int,
-        comm: Communicator,
+        all_gather: Callable[[Any, Any], None],
         piece_bytes: int,
     ) -> None:
-        self._comm = comm
+        self._all_gather = all_gather
         self._streams: list[Stream] = []
-        divided = [s for s in shards if any(entries[s.name][1] != s.parameter.numel() for entries in ranks)]
-        for dtype in sorted({s.parameter.dtype for s in divided}, key=str):
-            group = [s for s in divided if s.parameter.dtype == dtype]
+        for dtype in sorted({s.parameter.dtype for s in shards}, key=str):
+            group = [s for s in shards if s.parameter.dtype == dtype]
             self._streams.append(_stream(group, ranks, rank, max(piece_bytes // dtype.itemsize, 1)))
 
     def __call__(self) -> None:
@@ -60,9 +85,14 @@ class ParameterGather:
             for chunk in stream.chunks:
                 if chunk.own:
                     torch._foreach_copy_(chunk.packed, chunk.own)
-                self._comm.all_gather(stream.receive, stream.send)
+                self._all_gather(stream.receive, stream.send if chunk.direct is None else chunk.direct)
                 if chunk.others:
                     torch._foreach_copy_(chunk.others, chunk.received)
+
+
+def divided(shards: Sequence[Shard], ranks: Sequence[Mapping[str, tuple[int, int]]]) -> list[Shard]:
+    """Those that some rank does not own whole: what has to be gathered."""
+    return [s for s in shards if any(entries[s.name][1] != s.parameter.numel() for entries in ranks)]
 
 
 def _stream(
@@ -92,4 +122,8 @@ def _stream(
                         receive[r * piece + start : r * piece + start + part.numel()]
                     )
                 position += part.numel()
+    for chunk in chunks:
+        if len(chunk.own) == 1 and chunk.own[0].numel() == piece:
+            chunk.direct = chunk.own.pop()
+            chunk.packed.clear()
     return Stream(send, receive, chunks)

@@ -22,6 +22,8 @@ _WRAPPERS = (
     "_fsdp_wrapped_module.",
 )  # torch.compile, activation checkpointing
 
+_FOLD = 3  # so many parameters of one dtype are named one by one
+
 
 class AttachError(Error, ValueError):
     """A model and a spec that do not match. `problems` lists every difference, one line each."""
@@ -59,15 +61,15 @@ def match(model: torch.nn.Module, grads: Manager, rename: Rename = None) -> list
     records = {record.name: record for record in every if not record.buffer}
     problems = _missing_and_extra(parameters, records)
     problems += _buffer_differences(model, [record for record in every if record.buffer], rename)
-    dtype = torch_dtype(grads.dtype)
     pairs = []
     for name, record in records.items():
         parameter = parameters.get(name)
         if parameter is None:
             continue
-        problems += _differences(name, record, parameter, dtype)
+        problems += _differences(name, record, parameter)
         if record.trainable and record.tied_to is None:
             pairs.append(Pair(name, record, parameter))
+    problems += _dtype_differences(parameters, records, torch_dtype(grads.dtype))
     problems += _tie_differences(parameters, records)
     if problems:
         raise AttachError(problems)
@@ -107,9 +109,7 @@ def _hint(name: str, others: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _differences(
-    name: str, record: WeightRecord, parameter: torch.nn.Parameter, dtype: torch.dtype
-) -> list[str]:
+def _differences(name: str, record: WeightRecord, parameter: torch.nn.Parameter) -> list[str]:
     problems = []
     if tuple(parameter.shape) != tuple(record.shape):
         problems.append(
@@ -121,12 +121,31 @@ def _differences(
         problems.append(
             f"{name}: trainable in the spec, frozen in the model; unfreeze it, or trainable: false"
         )
-    if record.trainable and parameter.dtype != dtype:
-        problems.append(
-            f"{name}: dtype {_short(parameter.dtype)} in the model, {_short(dtype)} in the manager (dtype=)"
-        )
     if parameter.is_meta:
         problems.append(f"{name}: on the meta device; give the model real memory first")
+    return problems
+
+
+def _dtype_differences(
+    parameters: Mapping[str, torch.nn.Parameter], records: Mapping[str, Any], dtype: torch.dtype
+) -> list[str]:
+    """One line a parameter, or one for all where a whole model has another dtype."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    seen: set[int] = set()  # a tied parameter has several names
+    for name, record in records.items():
+        parameter = parameters.get(name)
+        if parameter is None or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if record.trainable and parameter.dtype != dtype:
+            by_dtype.setdefault(parameter.dtype, []).append(name)
+    problems = []
+    for other, names in by_dtype.items():
+        text = f"dtype {_short(other)} in the model, {_short(dtype)} in the manager (dtype=)"
+        if len(names) > _FOLD:
+            problems.append(f"{len(names)} parameters, {names[0]} the first: {text}")
+        else:
+            problems += [f"{name}: {text}" for name in names]
     return problems
 
 

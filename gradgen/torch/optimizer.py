@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from gradgen.diagnostics import StateError, UsageError
-from gradgen.torch.gather import ParameterGather
+from gradgen.torch.gather import InPlaceGather, PackedGather, divided
+from gradgen.torch.housing import house
 from gradgen.torch.names import Rename, match
 from gradgen.torch.shards import Shard, collect, exchange
 from gradgen.torch.types import Manager
@@ -49,7 +50,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     master: keep this rank's shards in the accumulator's dtype too, and step those; None: when the
         parameters' dtype is another.
     elementwise: vouch for a class that gradgen does not know. gather_bytes: of one rank's piece of a
-        collective.
+        collective, where ranks do not share memory.
+
+    Where ranks read each other's memory (threads, processes of one host), the constructor moves the parameters'
+    values into memory of the communicator: `p.data` is then a view of it, so that an update reaches the other ranks
+    with one copy. The Parameter objects, their ties and hooks stay; views that were taken of them before do not
+    follow, and a forked child shares the memory with its parent. Parameters that overlap other tensors of the
+    model stay where they are and are gathered through a buffer.
 
     Constructing and `step` are collective. Raises AttachError, MismatchError (which names the parameters
     that differ between ranks) and UsageError for an optimizer that is not elementwise, unless ranks own
@@ -66,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master: bool | None = None,
         elementwise: bool = False,
         rename: Rename = None,
-        gather_bytes: int = 2 << 20,
+        gather_bytes: int | None = None,
         **kw: Any,
     ) -> None:
         if not isinstance(cls, type):
@@ -74,22 +81,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "pass the optimizer's class and its arguments, not an instance: "
                 f"ShardedOptimizer(torch.optim.{type(cls).__name__}, model, grads, ...)"
             )
+        if gather_bytes is None:  # a buffer that caches hold, or one that fills the links between GPUs
+            gather_bytes = 2 << 20 if grads.device == "cpu" else 64 << 20
         self._grads = grads
         pairs = match(model, grads, rename)
         self._first = pairs[0].record if pairs else None
         self._shards = collect(pairs, grads)
         ranks = exchange(self._shards, grads)
         total = {s.name: s.parameter.numel() for s in self._shards}
-        divided = any(
-            numel not in (0, total[name]) for entries in ranks for name, (_, numel) in entries.items()
-        )
-        _check_class(cls, elementwise or not divided)
+        cut = any(numel not in (0, total[name]) for entries in ranks for name, (_, numel) in entries.items())
+        _check_class(cls, elementwise or not cut)
+        self._gathers: list[Callable[[], None]] = []
+        moving = {s.name for s in divided(self._shards, ranks)}
+        housing, housed = house([p for p in pairs if p.name in moving], model, grads.comm)
+        if housing is not None:
+            self._shards = collect(pairs, grads)  # the parameters lie elsewhere now
+            direct = [s for s in self._shards if s.name in housed]
+            self._gathers.append(InPlaceGather(direct, ranks, housing))
+        packed = [s for s in self._shards if s.name in moving - housed]
+        if packed:
+            self._gathers.append(PackedGather(packed, ranks, grads.rank, grads.all_gather, gather_bytes))
         self._own = [s for s in self._shards if s.numel]
         self._local = [_local(shard, master) for shard in self._own]
         if no_decay is None:
             no_decay = {pair.name for pair in pairs if not pair.record.decay}
         self.inner = cls(_groups(self._own, self._local, no_decay), **kw)
-        self._gather = ParameterGather(self._shards, ranks, grads.rank, grads.comm, gather_bytes)
         self.skipped = 0  # steps left out because of non-finite gradients
         self._memory = [(p.name, p.parameter, p.parameter.data_ptr(), p.parameter.dtype) for p in pairs]
         self._used = grads.step  # gradients of the steps before this one have been consumed or dropped
@@ -120,7 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard, local in zip(self._own, self._local, strict=True):
             if local.data_ptr() != shard.values.data_ptr():
                 shard.values.copy_(local)
-        self._gather()
+        for gather in self._gathers:
+            gather()
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -194,7 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if parameter.data_ptr() != address or parameter.dtype != dtype:
                 raise StateError(
                     f"{name}: its memory was replaced after ShardedOptimizer was made (model.to(), .half(), "
-                    "p.data = ...): convert the model first, then attach it and make the optimizer"
+                    "p.data = ..., another ShardedOptimizer on another communicator): convert the model first, then attach "
+                    "it and make the optimizer"
                 )
         self._used = self._grads.step
 
@@ -233,8 +251,9 @@ def _local(shard: Shard, master: bool | None) -> torch.nn.Parameter:
         raise UsageError(
             f"{shard.name}: {own} parameters and {accumulator} gradients need master=True (or None)"
         )
-    copy = accumulator != own if master is None else master
-    values = shard.values.to(accumulator, copy=True) if copy else shard.values
+    place = shard.gradient.device  # the host, where shards are offloaded
+    copy = accumulator != own or place != shard.values.device if master is None else master
+    values = shard.values.to(place, accumulator, copy=True) if copy else shard.values
     local = torch.nn.Parameter(values, requires_grad=True)
     local.grad = shard.gradient
     return local

@@ -43,6 +43,7 @@ class Manager(Protocol):
     step: int
     direct: bool
     comm: Any
+    device: str
     on_start: list[Callable[[], None]]
     on_end: list[Callable[[], None]]
 
@@ -61,6 +62,7 @@ class Manager(Protocol):
     def grad_norm(self) -> Any: ...
     def clip_grad_norm_(self, max_norm: float) -> Any: ...
     def zero_grad(self) -> None: ...
+    def all_gather(self, out: Any, input: Any) -> None: ...
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -179,6 +179,44 @@ void many_posts(Communicator& comm) {
     comm.barrier();
 }
 
+/// Each rank writes every world-th range of the memory and ends up with all of it; then again, with other numbers.
+void gathers(Communicator& comm, std::size_t range, std::size_t count) {
+    const auto world = static_cast<std::size_t>(comm.world_size());
+    const std::size_t bytes = range * count;
+    const auto memory = comm.allocate(bytes);
+    auto* data = static_cast<unsigned char*>(memory->data);
+    std::vector<std::vector<ByteRange>> owned(world);
+    for (std::size_t i = 0; i < count; ++i) owned[i % world].push_back({i * range, range});
+    for (unsigned round = 0; round < 5; ++round) {
+        const auto number = [&](std::size_t i, std::size_t at) {
+            return static_cast<unsigned char>(31 * i + 7 * at + 101 * round);
+        };
+        for (std::size_t i = 0; i < count; ++i)
+            if (i % world == static_cast<std::size_t>(comm.rank()))
+                for (std::size_t at = 0; at < range; ++at) data[i * range + at] = number(i, at);
+        comm.gather_in_place(data, bytes, owned);
+        for (std::size_t i = 0; i < count; ++i)
+            for (std::size_t at = 0; at < range; ++at) CHECK(data[i * range + at] == number(i, at));
+    }
+    owned.front().push_back({bytes - 1, 2});
+    CHECK_HAS(raises<std::invalid_argument>([&] { comm.gather_in_place(data, bytes, owned); }),
+              "of " + std::to_string(bytes));
+    owned.pop_back();
+    CHECK_HAS(raises<std::invalid_argument>([&] { comm.gather_in_place(data, bytes, owned); }), "for a world of");
+}
+
+/// Ranks that cut the memory differently are told so, all of them.
+void unequal_gathers(Communicator& comm) {
+    if (comm.world_size() == 1) return;
+    const auto memory = comm.allocate(64);
+    std::vector<std::vector<ByteRange>> owned(static_cast<std::size_t>(comm.world_size()));
+    owned[0].push_back({0, comm.rank() == 1 ? 32u : 33u});
+    CHECK_HAS(raises<MismatchError>([&] { comm.gather_in_place(memory->data, 64, owned); }), "model key");
+    comm.reset();
+    owned[0] = {{0, 32}};
+    comm.gather_in_place(memory->data, 64, owned);
+}
+
 }  // namespace
 
 std::vector<Test> exchange_tests(const std::string& mode, const std::vector<int>& worlds, const Runner& run) {
@@ -201,6 +239,11 @@ std::vector<Test> exchange_tests(const std::string& mode, const std::vector<int>
             if (!kSanitized) sums(c, 600'001);  // several rounds
         });
         add("many posts", many_posts);
+        add("gather_in_place", [](Communicator& c) {
+            gathers(c, 13, 40);
+            if (!kSanitized) gathers(c, 3'000'001, 8);  // more than is resident at a time
+            unequal_gathers(c);
+        });
         add("reset of a healthy world", [](Communicator& c) {
             for (unsigned i = 0; i < 3; ++i) {
                 random_sequence(c, i, 20);

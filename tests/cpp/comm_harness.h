@@ -194,6 +194,7 @@ struct Test {
 };
 
 std::vector<Test> exchange_tests(const std::string& mode, const std::vector<int>& worlds, const Runner& run);
+std::vector<Test> transaction_tests(const std::string& mode, const std::vector<int>& worlds, const Runner& run);
 std::vector<Test> failure_tests(const std::string& mode, const Runner& run);
 std::vector<Test> thread_tests();
 std::vector<Test> process_tests();

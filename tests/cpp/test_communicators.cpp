@@ -9,15 +9,18 @@ int main(int count, char** arguments) {
     const auto add = [&](std::vector<Test> more) { tests.insert(tests.end(), more.begin(), more.end()); };
     if (mode == "threads") {
         add(exchange_tests("threads", {1, 2, 3, 4, 8}, run_threads));
+        add(transaction_tests("threads", {1, 2, 3, 8}, run_threads));
         add(failure_tests("threads", run_threads));
         add(thread_tests());
     } else if (mode == "processes") {
         add(exchange_tests("processes", {1, 2, 3}, run_processes));
+        add(transaction_tests("processes", {1, 2, 3}, run_processes));
         add(failure_tests("processes", run_processes));
         add(process_tests());
     } else {
-        add(exchange_tests("single", {1},
-                           [](int, gradgen::Timeout, const Ranks& body) { body(gradgen::single_communicator()); }));
+        const Runner alone = [](int, gradgen::Timeout, const Ranks& body) { body(gradgen::single_communicator()); };
+        add(exchange_tests("single", {1}, alone));
+        add(transaction_tests("single", {1}, alone));
     }
     int failures = 0, ran = 0;
     for (const Test& test : tests) {

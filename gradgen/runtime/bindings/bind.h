@@ -30,6 +30,7 @@ struct PyBlock {
 void bind_tensors(py::module_& m);
 void bind_communicators(py::module_& m);
 void bind_manager(py::module_& m);
+void bind_state(py::class_<EngineManager>& manager);
 void bind_kernels(py::module_& m);
 void bind_errors(py::module_& m);
 

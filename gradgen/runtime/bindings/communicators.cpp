@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#ifdef GRADGEN_CUDA
+#include "gradgen/nccl_communicator.h"
+#endif
 #include "group.h"
 
 namespace gradgen::bind {
@@ -19,13 +22,48 @@ void require_same(bool ok, const std::string& text) {
     if (!ok) throw py::value_error(text);
 }
 
+// Memory that the other ranks of a host can read, for Python: bytes with the buffer protocol.
+struct PyMemory {
+    std::shared_ptr<Storage> storage;
+};
+
+using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
+
+void gather_in_place(Communicator& comm, const PyMemory& memory, const std::vector<Pairs>& owned) {
+    std::vector<std::vector<ByteRange>> ranges;
+    for (const Pairs& pairs : owned) {
+        ranges.emplace_back();
+        for (const auto& [begin, bytes] : pairs) ranges.back().push_back({begin, bytes});
+    }
+    py::gil_scoped_release release;
+    comm.gather_in_place(memory.storage->data, memory.storage->bytes, ranges);
+}
+
 }  // namespace
 
 void bind_communicators(py::module_& m) {
+    py::class_<PyMemory>(m, "Memory", py::buffer_protocol(),
+                         "Zeroed host memory of a communicator; freed with the last view of it.")
+        .def_property_readonly("nbytes", [](const PyMemory& memory) { return memory.storage->bytes; })
+        .def("__repr__",
+             [](const PyMemory& memory) {
+                 return "<gradgen.Memory of " + std::to_string(memory.storage->bytes) + " bytes>";
+             })
+        .def_buffer([](PyMemory& memory) {
+            return py::buffer_info(memory.storage->data, 1, "B", 1, {static_cast<py::ssize_t>(memory.storage->bytes)},
+                                   {py::ssize_t{1}});
+        });
     py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
         .def_property_readonly("rank", &Communicator::rank)
         .def_property_readonly("world_size", &Communicator::world_size)
         .def_property_readonly("transport", [](const Communicator& c) { return std::string(c.transport()); })
+        .def_property_readonly("shares_memory", &Communicator::shares_memory)
+        .def(
+            "allocate", [](Communicator& c, std::size_t bytes) { return PyMemory{c.allocate(bytes)}; },
+            py::arg("nbytes"), "Memory for gather_in_place.")
+        .def("gather_in_place", &gather_in_place, py::arg("memory"), py::arg("owned"),
+             "owned: (first byte, bytes) of everything that each rank has written. Copies the others' parts from their "
+             "memory, which is laid out alike.")
         .def("barrier", &Communicator::barrier, py::call_guard<py::gil_scoped_release>())
         .def(
             "gather_objects",
@@ -110,6 +148,15 @@ void bind_communicators(py::module_& m) {
             return std::make_shared<GroupCommunicator>(rank, world, std::move(transport));
         },
         py::arg("rank"), py::arg("world_size"), py::arg("transport"));
+#ifdef GRADGEN_CUDA
+    m.def(
+        "nccl_communicator",
+        [](std::shared_ptr<Communicator> host, int device, double timeout, const std::string& library) {
+            return nccl_communicator(std::move(host), device, timeout_from(timeout), library);
+        },
+        py::arg("host"), py::arg("device"), py::arg("timeout"), py::arg("library"),
+        py::call_guard<py::gil_scoped_release>());
+#endif
     // Signals are handled by the main thread alone. Others must not ask for the GIL: at interpreter exit they would
     // never get it.
     Communicator::set_interrupt_check([] {

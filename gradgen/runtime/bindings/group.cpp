@@ -88,7 +88,7 @@ std::vector<ReduceSource> GroupCommunicator::sources(Ticket ticket) {
     return out;
 }
 
-void GroupCommunicator::release(Ticket ticket) {
+void GroupCommunicator::release(Ticket ticket, const void*) {
     for (auto it = pending_.begin(); it != pending_.end(); ++it)
         if (it->ticket == ticket) {
             pending_.erase(it);

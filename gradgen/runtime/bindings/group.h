@@ -19,7 +19,7 @@ class GroupCommunicator final : public Communicator {
     Ticket post(const Offer& offer) override;
     bool ready(Ticket ticket) override;
     std::vector<ReduceSource> sources(Ticket ticket) override;
-    void release(Ticket ticket) override;
+    void release(Ticket ticket, const void* event) override;
     bool drained(Ticket ticket) override;
     void wait_drained(Ticket ticket) override;
     void barrier() override;

@@ -61,7 +61,7 @@ PyTensor wrap(const TensorShard& s) { return {s.tensor, s.offset, s.global_shape
 Options make_options(const std::string& dtype, const std::optional<std::string>& accumulator,
                      const std::optional<std::string>& wire, const std::string& rounding,
                      const std::string& wire_rounding, std::uint64_t seed, std::optional<double> divide,
-                     int block_buffers, const std::string& nonfinite, bool poison) {
+                     int block_buffers, const std::string& nonfinite, bool poison, int cuda, bool offload) {
     const auto mode = [](const std::string& text, const char* name) {
         if (text == "nearest") return Rounding::nearest;
         if (text == "stochastic") return Rounding::stochastic;
@@ -74,6 +74,8 @@ Options make_options(const std::string& dtype, const std::optional<std::string>&
     out.rounding = mode(rounding, "rounding");
     out.wire_rounding = mode(wire_rounding, "wire_rounding");
     out.seed = seed, out.divide = divide, out.block_buffers = block_buffers, out.poison = poison;
+    if (cuda >= 0) out.device = {DeviceKind::cuda, cuda};
+    out.offload = offload;
     if (nonfinite == "skip")
         out.nonfinite = NonFinite::skip;
     else if (nonfinite == "raise")
@@ -90,11 +92,42 @@ void bind_manager(py::module_& m) {
         .def(py::init(&make_options), py::kw_only(), py::arg("dtype") = "float32", py::arg("accumulator") = py::none(),
              py::arg("wire") = py::none(), py::arg("rounding") = "nearest", py::arg("wire_rounding") = "nearest",
              py::arg("seed") = 0, py::arg("divide") = py::none(), py::arg("block_buffers") = 2,
-             py::arg("nonfinite") = "ignore", py::arg("poison") = false);
-    py::class_<EngineManager>(m, "GradientManager")
+             py::arg("nonfinite") = "ignore", py::arg("poison") = false, py::arg("cuda") = -1,
+             py::arg("offload") = false);
+    py::class_<EngineManager> manager(m, "GradientManager");
+    bind_state(manager);
+    manager
         .def("start_micro_step", &EngineManager::start_micro_step, py::arg("micro_step"), py::arg("micro_steps"),
              py::arg("divide") = py::none(), Unlocked())
-        .def("set_divide", &EngineManager::set_divide, Unlocked())
+        .def("set_divide", py::overload_cast<double>(&EngineManager::set_divide), Unlocked())
+        .def(
+            "set_divide_on_device",
+            [](EngineManager& self, std::uintptr_t number, const std::string& dtype) {
+                self.set_divide(reinterpret_cast<const void*>(number), dtype_from_string(dtype));
+            },
+            py::arg("address"), py::arg("dtype"))
+        .def(
+            "use_stream",
+            [](EngineManager& self, std::uintptr_t stream) { self.use_stream(reinterpret_cast<void*>(stream)); },
+            py::arg("stream"))
+        .def(
+            "all_gather",
+            [](EngineManager& self, std::uintptr_t out, std::uintptr_t in, std::size_t bytes) {
+                self.all_gather(reinterpret_cast<void*>(out), reinterpret_cast<const void*>(in), bytes);
+            },
+            py::arg("out"), py::arg("input"), py::arg("bytes"), Unlocked())
+        .def("grad_norm_tensor",
+             [](EngineManager& self) {
+                 const Tensor t = self.grad_norm_tensor();
+                 return PyTensor{t, 0, t.shape(), false};
+             })
+        .def(
+            "clip_grad_norm_tensor",
+            [](EngineManager& self, double max_norm) {
+                const Tensor t = self.clip_grad_norm_tensor(max_norm);
+                return PyTensor{t, 0, t.shape(), false};
+            },
+            py::arg("max_norm"))
         .def("end_micro_step", &EngineManager::end_micro_step, Unlocked())
         .def(
             "block_full",
@@ -196,7 +229,7 @@ void bind_manager(py::module_& m) {
                  const MemoryUse& u = self.memory();
                  py::dict out;
                  out["full"] = u.full, out["shards"] = u.shards, out["staging"] = u.staging,
-                 out["exchange"] = u.exchange, out["total"] = u.total();
+                 out["exchange"] = u.exchange, out["pinned"] = u.pinned, out["total"] = u.total();
                  return out;
              })
         .def("buffers",
@@ -237,16 +270,24 @@ void bind_manager(py::module_& m) {
             [](const EngineManager& self) {
                 return std::string(to_string(self.wire(self.strategy().blocks == Placement::sharded)));
             })
-        .def_property_readonly("direct",
+        .def_property_readonly(
+            "direct",
+            [](const EngineManager& self) {
+                return self.direct() && !self.options().offload &&
+                       (self.communicator().world_size() == 1 || self.strategy().blocks == Placement::full);
+            })
+        .def_property_readonly("device",
                                [](const EngineManager& self) {
-                                   return self.direct() && (self.communicator().world_size() == 1 ||
-                                                            self.strategy().blocks == Placement::full);
+                                   const Device d = self.device();
+                                   return d.kind == DeviceKind::cpu ? std::string("cpu")
+                                                                    : "cuda:" + std::to_string(d.index);
                                })
         .def_property_readonly("rank", [](const EngineManager& self) { return self.communicator().rank(); })
         .def_property_readonly("world_size", [](const EngineManager& self) { return self.communicator().world_size(); })
         .def_property_readonly("transport",
                                [](const EngineManager& self) { return std::string(self.communicator().transport()); })
         .def_property("step", &EngineManager::step, &EngineManager::set_step)
+        .def_property_readonly("next_micro_step", &EngineManager::next_micro_step)
         .def_property_readonly("accumulating", &EngineManager::accumulating)
         .def_property_readonly("skipped_steps", &EngineManager::skipped_steps)
         .def_property_readonly("step_skipped", &EngineManager::step_skipped);

@@ -7,12 +7,14 @@
 #include <stdexcept>
 
 #include "arena.h"
+#include "gradgen/error.h"
 
 namespace gradgen {
 
 namespace {
 
-constexpr std::int64_t kChunk = 1 << 18;  // elements of a slice that travel at a time: bounds the temporary memory
+constexpr std::int64_t kChunk = 1 << 18;    // elements of a slice that travel at a time: bounds the temporary memory
+constexpr std::size_t kResident = 8 << 20;  // bytes of other ranks' memory that count as this process's own at a time
 
 std::mutex interrupt_mutex;
 std::shared_ptr<const std::function<void()>> interrupt_check;  // shared: may be replaced while another thread calls it
@@ -90,6 +92,59 @@ void Communicator::all_reduce(void* data, std::int64_t numel, DType dtype) {
         if (bytes > 0) std::memcpy(at, send.data(), bytes);
         begin += count;
     } while (begin < numel);
+}
+
+void Communicator::gather_on_device(void*, const void*, std::size_t, void*) {
+    throw StateError("communicator: " + std::string(transport()) + " has no collectives on a GPU");
+}
+
+void Communicator::broadcast_on_device(std::span<const Shared>, void*) {
+    throw StateError("communicator: " + std::string(transport()) + " has no collectives on a GPU");
+}
+
+void Communicator::gather_in_place(void* data, std::size_t bytes, std::span<const std::vector<ByteRange>> owned,
+                                   const std::string& what) {
+    if (owned.size() != static_cast<std::size_t>(world_))
+        throw std::invalid_argument("gradgen: gather_in_place: ranges of " + std::to_string(owned.size()) +
+                                    " ranks for a world of " + std::to_string(world_));
+    OpTag tag;
+    for (const auto& ranges : owned)
+        for (const ByteRange& range : ranges) {
+            if (range.begin > bytes || range.bytes > bytes - range.begin)
+                throw std::invalid_argument("gradgen: gather_in_place: bytes " + std::to_string(range.begin) + " to " +
+                                            std::to_string(range.begin + range.bytes) + " of " + std::to_string(bytes));
+            // Ranks that cut the memory differently must find out: the cuts are part of the tag.
+            for (const std::uint64_t value : {range.begin, range.bytes})
+                tag.model_key = (tag.model_key ^ value) * 1099511628211ull + 1;
+        }
+    if (world_ == 1) return barrier();
+    if (!shares_memory())
+        throw StateError("gradgen: gather_in_place needs ranks that read each other's memory; over \"" +
+                         std::string(transport()) + "\" use all_gather");
+    tag.op = kGatherInPlace;
+    tag.bytes = bytes;
+    Offer offer;
+    offer.data = data;
+    offer.tag = tag;
+    offer.what = what;
+    // The others read this rank's ranges only, and it writes only theirs: nothing moves under a reader.
+    const Ticket ticket = post(offer);
+    const std::vector<ReduceSource> sources = this->sources(ticket);
+    std::size_t resident = kResident;  // what sums have read before is dropped first
+    for (int step = 1; step < world_; ++step) {
+        const auto rank = static_cast<std::size_t>((rank_ + step) % world_);  // each rank starts at another's memory
+        const auto* from = static_cast<const std::byte*>(sources[rank].data);
+        for (const ByteRange& range : owned[rank])
+            for (std::size_t done = 0; done < range.bytes;) {
+                if (resident >= kResident) trim(), resident = 0;
+                const std::size_t count = std::min(range.bytes - done, kResident - resident), at = range.begin + done;
+                std::memcpy(static_cast<std::byte*>(data) + at, from + at, count);
+                done += count, resident += count;
+            }
+    }
+    trim();
+    release(ticket);
+    wait_drained(ticket);
 }
 
 void Communicator::set_interrupt_check(std::function<void()> check) {

@@ -9,7 +9,7 @@
 namespace gradgen {
 namespace {
 
-std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+std::string in_quotes(std::string_view text) { return "'" + std::string(text) + "'"; }
 
 std::string joined(std::span<const std::string_view> names) {
     std::string out;
@@ -33,7 +33,7 @@ std::size_t distance(std::string_view a, std::string_view b) {
 
 std::string suggestion(std::string_view name, std::span<const std::string_view> known) {
     const std::string_view near = closest(name, known);
-    return near.empty() ? "" : "; did you mean " + quoted(near) + "?";
+    return near.empty() ? "" : "; did you mean " + in_quotes(near) + "?";
 }
 
 /// The weights that the owner of a tensor is among; nullptr where the block or layer does not exist.
@@ -50,12 +50,12 @@ const std::vector<WeightDesc>* owners_of(const ModelDesc& model, const std::vect
 }
 
 void check_tie(const ModelDesc& model, const std::vector<WeightDesc>& weights, const WeightDesc& weight) {
-    std::string owner = quoted(weight.tied_to);
+    std::string owner = in_quotes(weight.tied_to);
     if (weight.tied_block >= 0)
-        owner += " of block " + quoted(model.blocks.at(static_cast<std::size_t>(weight.tied_block)).id) + " layer " +
+        owner += " of block " + in_quotes(model.blocks.at(static_cast<std::size_t>(weight.tied_block)).id) + " layer " +
                  std::to_string(weight.tied_layer);
     const auto refuse = [&](const std::string& why) {
-        throw ConfigError(model.name + ": weight " + quoted(weight.id) + " is tied to " + owner + ", which " + why +
+        throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " is tied to " + owner + ", which " + why +
                           " (" + weight.place + ")");
     };
     const std::vector<WeightDesc>* family = owners_of(model, weights, weight);
@@ -76,7 +76,7 @@ void check_weights(const ModelDesc& model, const std::vector<WeightDesc>& weight
         } catch (const std::logic_error& error) {  // negative, or more than can be counted
             throw ConfigError(model.name + ": " + error.what());
         }
-        if (weight.uses < 0) throw ConfigError(model.name + ": weight " + quoted(weight.id) + " has a negative `uses`");
+        if (weight.uses < 0) throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " has a negative `uses`");
         if (!weight.tied_to.empty()) check_tie(model, weights, weight);
     }
 }
@@ -139,9 +139,9 @@ ConfigReader::ConfigReader(std::string_view model, const ConfigValues& values, s
     for (auto item = values.begin(); item != values.end(); ++item) {
         const auto same = [&](const auto& other) { return other.first == item->first; };
         if (std::find(known.begin(), known.end(), item->first) == known.end()) {
-            problems_.push_back("unknown dim or flag " + quoted(item->first) + suggestion(item->first, known));
+            problems_.push_back("unknown dim or flag " + in_quotes(item->first) + suggestion(item->first, known));
         } else if (std::any_of(values.begin(), item, same)) {
-            problems_.push_back(quoted(item->first) + " is given twice");
+            problems_.push_back(in_quotes(item->first) + " is given twice");
         }
     }
 }
@@ -157,7 +157,7 @@ std::int64_t ConfigReader::checked_dim(std::string_view name, std::int64_t value
     try {
         require_dim(model_, name, value, least);
     } catch (const ConfigError&) {
-        problems_.push_back(quoted(name) + " must be between " + std::to_string(least) + " and 2147483648, not " +
+        problems_.push_back(in_quotes(name) + " must be between " + std::to_string(least) + " and 2147483648, not " +
                             std::to_string(value));
     }
     return value;
@@ -182,7 +182,7 @@ std::int64_t ConfigReader::dim_from(std::int64_t least, std::string_view name,
     try {
         return checked_dim(name, fallback(), least);
     } catch (const ConfigError& error) {
-        problems_.push_back("the default of " + quoted(name) + " cannot be computed: " + error.what());
+        problems_.push_back("the default of " + in_quotes(name) + " cannot be computed: " + error.what());
         return 0;
     }
 }
@@ -197,20 +197,20 @@ bool ConfigReader::flag(std::string_view name, bool fallback) {
     const std::int64_t* value = find(name);
     if (!value) return fallback;
     if (*value != 0 && *value != 1)
-        problems_.push_back(quoted(name) + " must be true or false, not " + std::to_string(*value));
+        problems_.push_back(in_quotes(name) + " must be true or false, not " + std::to_string(*value));
     return *value != 0;
 }
 
 void ConfigReader::finish() const {
     std::string text;
-    for (const std::string& name : missing_) text += (text.empty() ? "missing " : ", ") + quoted(name);
+    for (const std::string& name : missing_) text += (text.empty() ? "missing " : ", ") + in_quotes(name);
     for (const std::string& problem : problems_) text += (text.empty() ? "" : "; ") + problem;
     if (!text.empty()) throw ConfigError(std::string(model_) + ": " + text);
 }
 
 void require_dim(std::string_view model, std::string_view name, std::int64_t value, std::int64_t least) {
     if (value >= least && value <= kMaxDim) return;
-    throw ConfigError(std::string(model) + ": " + quoted(name) + " must be between " + std::to_string(least) +
+    throw ConfigError(std::string(model) + ": " + in_quotes(name) + " must be between " + std::to_string(least) +
                       " and 2147483648, not " + std::to_string(value));
 }
 
@@ -226,7 +226,7 @@ void check_model(const ModelDesc& model) {
     check_weights(model, model.weights);
     for (const BlockDesc& block : model.blocks) {
         if (block.count < 0)
-            throw ConfigError(model.name + ": the count of block " + quoted(block.id) + " is " +
+            throw ConfigError(model.name + ": the count of block " + in_quotes(block.id) + " is " +
                               std::to_string(block.count));
         check_weights(model, block.weights);
         for (const BlockKind& kind : block.kinds) check_weights(model, kind.weights);
@@ -242,7 +242,7 @@ std::int64_t declared_uses(std::int64_t uses) {
 
 void for_experts(const WeightDesc& weight, std::int64_t experts, std::vector<WeightDesc>& out) {
     if (experts < 0 || experts > 65536)
-        throw ConfigError("weight " + quoted(weight.id) + " has " + std::to_string(experts) +
+        throw ConfigError("weight " + in_quotes(weight.id) + " has " + std::to_string(experts) +
                           " experts; there may be up to 65536 (" + weight.place + ")");
     const std::size_t at = weight.name.find("{e}");
     for (std::int64_t e = 0; e < experts; ++e) {
@@ -263,7 +263,7 @@ std::vector<Tensor> tensors_of(const TensorContainer& tensors, std::string_view 
 
 std::vector<std::int64_t> all_layers(const BlockDesc& block) {
     if (block.count < 0 || block.count > kMaxLayers)
-        throw ConfigError("block " + quoted(block.id) + " has a count of " + std::to_string(block.count) +
+        throw ConfigError("block " + in_quotes(block.id) + " has a count of " + std::to_string(block.count) +
                           "; between 0 and " + std::to_string(kMaxLayers) + " blocks can be told apart by their index");
     std::vector<std::int64_t> out(static_cast<std::size_t>(block.count));
     for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(i);
@@ -272,7 +272,7 @@ std::vector<std::int64_t> all_layers(const BlockDesc& block) {
 
 std::vector<std::int64_t> layers_of(const BlockDesc& block, std::vector<std::int64_t> layers) {
     if (!layers.empty() && layers.back() >= block.count)
-        throw ConfigError("block " + quoted(block.id) + " has the index " + std::to_string(layers.back()) +
+        throw ConfigError("block " + in_quotes(block.id) + " has the index " + std::to_string(layers.back()) +
                           " under `at`, and its count is " + std::to_string(block.count));
     return layers;
 }
@@ -280,7 +280,7 @@ std::vector<std::int64_t> layers_of(const BlockDesc& block, std::vector<std::int
 ConfigError unknown_choice(std::string_view model, std::string_view what, std::string_view name,
                            std::span<const std::string_view> known) {
     const std::string hint = suggestion(name, known);
-    return ConfigError(std::string(model) + " has no " + std::string(what) + " " + quoted(name) +
+    return ConfigError(std::string(model) + " has no " + std::string(what) + " " + in_quotes(name) +
                        (hint.empty() ? ";" : hint) + " it has " + joined(known));
 }
 

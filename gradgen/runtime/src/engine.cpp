@@ -1,6 +1,8 @@
 // The calls of a manager and the rules of their order. Every refusal leaves the state as it was.
 #include "gradgen/engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,27 +13,6 @@
 #include "gradgen/error.h"
 
 namespace gradgen {
-
-namespace {
-// Runs `body`. A refusal leaves everything as it was; whatever else ends a call may have lost gradients, an interrupt
-// too, and is remembered.
-template <class Body>
-auto guarded(std::string& failure, Body&& body) {
-    try {
-        return body();
-    } catch (const StateError&) {
-        throw;
-    } catch (const NonFiniteError&) {
-        throw;
-    } catch (const std::exception& error) {
-        failure = error.what();
-        throw;
-    } catch (...) {
-        failure = "a call was interrupted";
-        throw;
-    }
-}
-}  // namespace
 
 namespace {
 constexpr std::int64_t kLastStep = std::int64_t{1} << 62;
@@ -124,19 +105,32 @@ void EngineManager::start_micro_step(int micro_step, int micro_steps, std::optio
                          " micro-steps; the number cannot change inside a step");
     if (divide && !usable_divisor(*divide))
         throw std::invalid_argument(name + ": divide must lie between 1e-30 and 1e30, got " + std::to_string(*divide));
+    if (comm_->world_size() > 1 && !comm_->on_device() && backend_->capturing())
+        throw StateError(name +
+                         ": ranks that are threads meet on the host in every step, which a CUDA graph cannot "
+                         "replay; capture with NCCL ranks or one rank");
     if (micro_step == 0) {
         clear_step();
         divide_ = options_.divide.value_or(comm_->world_size());
+        device_divide_ = false;
+        divide_given_ = divide_fixed_ = false;
         trace_.clear();
         on_first_micro_step();
     }
-    if (divide) divide_ = *divide;
+    if (divide) require_free_divisor(), divide_ = *divide, divide_given_ = true;
     for (Unit& unit : units_) unit.status = Status::idle, unit.visits = 0;
     std::fill(weight_visits_.begin(), weight_visits_.end(), 0);
     next_ = 0;
     stage_ = Stage::inside;
     micro_step_ = micro_step;
     micro_steps_ = micro_steps;
+    if (!backend_->on_gpu()) return;
+    if (backend_->capturing()) captured_ = true;  // refused above where ranks meet on the host
+    backend_->count_micro_step(micro_step == 0);
+    if (micro_step == micro_steps - 1 && comm_->world_size() > 1) {
+        backend_->join(Lane::exchange, Lane::caller);  // whoever asked for the last norm has read it
+        backend_->clear_stats(Lane::exchange);
+    }
 }
 
 void EngineManager::set_divide(double divide) {
@@ -150,7 +144,28 @@ void EngineManager::set_divide(double divide) {
             throw StateError(model_.name + ": " + unit.name +
                              " has been reduced with the old divisor already; set it before the first gradient of the "
                              "last micro-step");
+    require_free_divisor();
     divide_ = divide;
+    divide_given_ = true;
+    device_divide_ = false;
+}
+
+void EngineManager::set_divide(const void* number, DType type) {
+    Guard guard(*this, "set_divide");
+    if (!backend_->on_gpu()) throw std::invalid_argument(model_.name + ": a divisor on a GPU needs a manager on a GPU");
+    if (accumulator_ == DType::f64)
+        throw std::invalid_argument(model_.name +
+                                    ": a divisor on the GPU acts in fp32; pass a number where sums are fp64");
+    if (!accumulating()) throw StateError(model_.name + ": the divisor belongs to a step; set it inside one");
+    for (const Unit& unit : units_)
+        if (unit.scaled || (micro_step_ == micro_steps_ - 1 && unit.status == Status::done))
+            throw StateError(model_.name + ": " + unit.name +
+                             " has been reduced with the old divisor already; set it before the first gradient of the "
+                             "last micro-step");
+    require_free_divisor();
+    backend_->divide_by(number, type);
+    divide_given_ = true;
+    device_divide_ = true;
 }
 
 // Checks and counts a visit; true when the buffer already holds a contribution of this visit's sum.
@@ -180,10 +195,10 @@ bool EngineManager::visit(Unit& unit, int weight) {
 }
 
 WeightGradient EngineManager::get_non_block_full(int weight) {
-    Guard guard(*this, "get_non_block_full");
+    Guard guard(*this, "non_block_full");
     const int u = unit_of_weight(weight);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_non_block_full", unit.name);
+    require_inside("non_block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, weight);
         settle(u);
@@ -202,9 +217,9 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
             // zeros.
             const bool early = weight_order_[static_cast<std::size_t>(weight)] != 0;
             if (layout.zero_numel > 0 || early)
-                std::memset(out.tensor.data(), 0, out.tensor.bytes());
+                backend_->fill(out.tensor.data(), 0, out.tensor.bytes(), Lane::caller);
             else if (options_.poison)
-                std::memset(out.tensor.data(), 0xff, out.tensor.bytes());
+                backend_->fill(out.tensor.data(), 0xff, out.tensor.bytes(), Lane::caller);
             out.accumulate = early;
             unit.touched |= !staged(unit);
         }
@@ -216,10 +231,10 @@ WeightGradient EngineManager::get_non_block_full(int weight) {
 }
 
 BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
-    Guard guard(*this, "get_block_full");
+    Guard guard(*this, "block_full");
     const int u = unit_of_block(block, layer);
     Unit& unit = units_[static_cast<std::size_t>(u)];
-    require_inside("get_block_full", unit.name);
+    require_inside("block_full", unit.name);
     return guarded(failure_, [&] {
         bool holds = visit(unit, -1);
         settle(u);
@@ -232,15 +247,19 @@ BlockGradients EngineManager::get_block_full(int block, std::int64_t layer) {
             staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena : unit.buffer;
         BlockGradients out;
         out.accumulate = holds;
+        // One launch for the zero range of a block; on the CPU weight by weight, padding is nobody's business.
+        const bool at_once = backend_->on_gpu();
+        if (!holds && at_once)
+            backend_->fill(storage->data, 0, static_cast<std::size_t>(layout.zero_numel) * size_of(type), Lane::caller);
         for (const WeightSlot& slot : layout.slots) {
             const WeightDesc& desc = weight_desc(unit, slot);
             Tensor tensor(storage, slot.offset, desc.shape, type);
             if (!holds) {
                 const bool zero = slot.offset < layout.zero_numel;
-                if (zero)
-                    std::memset(tensor.data(), 0, tensor.bytes());
-                else if (options_.poison)
-                    std::memset(tensor.data(), 0xff, tensor.bytes());
+                if (zero && !at_once)
+                    backend_->fill(tensor.data(), 0, tensor.bytes(), Lane::caller);
+                else if (!zero && options_.poison)
+                    backend_->fill(tensor.data(), 0xff, tensor.bytes(), Lane::caller);
             }
             out.tensors.add(desc.id, {std::move(tensor), 0, desc.shape});
         }
@@ -266,11 +285,12 @@ void EngineManager::notify(Unit& unit, const std::vector<int>* written) {
         } else if (fresh && slot.offset >= layout.zero_numel) {
             // Nobody wrote it and nothing zeroed it: without this it would hold whatever was there before.
             const std::size_t size = size_of(staged(unit) ? options_.dtype : accumulator_);
-            std::memset(static_cast<char*>(arena_of(unit)) + static_cast<std::size_t>(slot.offset) * size, 0,
-                        static_cast<std::size_t>(slot.numel) * size);
+            backend_->fill(static_cast<char*>(arena_of(unit)) + static_cast<std::size_t>(slot.offset) * size, 0,
+                           static_cast<std::size_t>(slot.numel) * size, Lane::caller);
         }
     }
     unit.status = Status::written;
+    if (comm_->world_size() > 1 || unit.offloaded) backend_->record(unit.ready, Lane::caller);
     if (unit.strict && unit.visits >= unit.expected) settle(kOnlyFinished);
     progress();
 }
@@ -312,6 +332,11 @@ void EngineManager::end_micro_step() {
     guarded(failure_, [&] {
         settle(kEverything);
         issue(true);
+        if (backend_->capturing()) {  // whatever a capture forks must join before it ends
+            progress();
+            backend_->join(Lane::caller, Lane::exchange);
+            backend_->join(Lane::caller, Lane::offload);
+        }
         if (micro_step_ == micro_steps_ - 1) {
             finish_step();
         } else {
@@ -327,6 +352,7 @@ std::vector<TraceEntry> EngineManager::trace() {
 }
 
 void EngineManager::clear_step() {
+    resolve_nonfinite();
     for (Unit& unit : units_) {
         unit.status = Status::idle;
         unit.visits = 0;
@@ -335,6 +361,7 @@ void EngineManager::clear_step() {
         std::fill(unit.written.begin(), unit.written.end(), false);
     }
     norm_squared_.reset();
+    norm_known_ = unresolved_ = false;
     nonfinite_ = 0;
     step_skipped_ = false;
     cleared_ = false;
@@ -355,12 +382,14 @@ void EngineManager::reset() {
     Guard guard(*this, "reset", false);
     if (failure_.empty()) failure_ = "reset() did not complete on every rank";  // until it has
     flights_.clear();
+    unresolved_ = false;
     for (Slot& slot : slots_) slot.draining = false, slot.owner = -1;
     full_exchange_.draining = false;
     for (Unit& unit : units_)
         if (unit.block >= 0) unit.slot = -1;
     comm_->reset();
     comm_->count_reset();
+    backend_->synchronize();  // after reset(): an aborted collective holds its stream until then
     resets_ = comm_->resets();
     if (comm_->world_size() > 1)  // one rank may have finished the step that another has not
         for (const std::string& step : comm_->gather_objects(std::to_string(step_)))
@@ -391,6 +420,20 @@ void EngineManager::set_step(std::int64_t step) {
                                     std::to_string(step));
     if (accumulating()) throw StateError(model_.name + ": the step number cannot change inside a step");
     step_ = step;
+    backend_->set_counters(step, 0);
+}
+
+std::int64_t EngineManager::step() {
+    if (!captured_ || accumulating()) return step_;
+    Guard guard(*this, "step", false);
+    return step_ = backend_->read_step();
+}
+
+void EngineManager::use_stream(void* stream) {
+    const std::unique_lock lock(busy_, std::try_to_lock);
+    if (!lock.owns_lock() || closed_ || process_ != getpid()) return;  // the call that follows says what is wrong
+    const OnDevice device(*backend_);
+    backend_->use_stream(stream);
 }
 
 }  // namespace gradgen

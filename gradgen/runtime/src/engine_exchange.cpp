@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine_buffer.h"
 #include "gradgen/engine.h"
 #include "gradgen/error.h"
 
@@ -12,13 +13,33 @@ namespace {
 constexpr std::size_t kMaxFlights = 32;
 }  // namespace
 
-bool EngineManager::staged(const Unit& unit) const { return unit.placement == Placement::sharded || !direct_; }
+bool EngineManager::staged(const Unit& unit) const {
+    return unit.placement == Placement::sharded || !direct_ || unit.offloaded;
+}
+
+// A communicator that sums in place takes an arena as it is; whatever must be packed or converted is sent and summed by
+// our own kernel. So are weights that every rank keeps whole: their sums must be the same bits on all.
+bool EngineManager::receives(const Unit& unit) const {
+    if (!comm_->needs_staging()) return false;
+    const bool sharded = unit.placement == Placement::sharded;
+    return !comm_->sums_in_place() || strategy_.collective == Collective::all_to_all ||
+           layouts_[static_cast<std::size_t>(unit.kind)].packed ||
+           wire(sharded) != (sharded ? options_.dtype : accumulator_);
+}
+
+// The caller may write where the last exchange read.
+void EngineManager::order_after(Slot& slot) {
+    if (!backend_->on_gpu()) return;
+    backend_->wait(Lane::caller, slot.consumed.get());
+    if (comm_->world_size() > 1)
+        for (const void* event : comm_->drain_events(slot.ticket)) backend_->wait(Lane::caller, event);
+}
 
 bool EngineManager::exchanged(const Unit& unit) const {
     return comm_->world_size() > 1 && (unit.placement == Placement::sharded || micro_step_ == micro_steps_ - 1);
 }
 
-double EngineManager::factor() const { return 1.0 / divide_; }
+double EngineManager::factor() const { return device_divide_ ? kScaleOnDevice : 1.0 / divide_; }
 
 void* EngineManager::arena_of(const Unit& unit) const {
     return staged(unit) ? slots_[static_cast<std::size_t>(unit.slot)].arena->data : unit.buffer->data;
@@ -34,8 +55,8 @@ RoundingKey EngineManager::rounding_key(RoundingSite site, int micro_step) const
 }
 
 void EngineManager::accumulate_layer(Unit&, const ReduceArgs& args, std::span<const ReduceSource> sources,
-                                     std::span<const Segment> segments, ReduceStats* stats) {
-    reduce(args, sources, segments, stats);
+                                     const SegmentList& segments, ReduceStats* stats, Lane lane) {
+    backend_->reduce(args, sources, segments, stats, lane);
 }
 
 void EngineManager::acquire_slot(Unit& unit) {
@@ -44,6 +65,7 @@ void EngineManager::acquire_slot(Unit& unit) {
         Slot& own = slots_[static_cast<std::size_t>(unit.slot)];
         while (own.owner >= 0) complete_front();
         if (own.draining) comm_->wait_drained(own.ticket);
+        order_after(own);
         own.draining = false;
         own.owner = self;
         return;
@@ -73,6 +95,7 @@ void EngineManager::acquire_slot(Unit& unit) {
             if (s < 0) make_room(static_cast<std::size_t>(self));
         }
     }
+    order_after(slots_[static_cast<std::size_t>(s)]);
     slots_[static_cast<std::size_t>(s)].owner = self;
     unit.slot = s;
 }
@@ -130,10 +153,13 @@ void EngineManager::settle(int except) {
 // A full arena with staging: this rank's contribution is added without any other rank.
 void EngineManager::accumulate_local(Unit& unit) {
     const bool last = comm_->world_size() == 1 && micro_step_ == micro_steps_ - 1;
-    const ReduceSource source{slots_[static_cast<std::size_t>(unit.slot)].arena->data, false};
+    Slot& slot = slots_[static_cast<std::size_t>(unit.slot)];
+    const ReduceSource source{slot.arena->data, false};
+    // Copies over PCIe must not hold up the backward pass.
+    const Lane lane = unit.offloaded ? Lane::exchange : Lane::caller;
+    if (unit.offloaded) backend_->wait(lane, unit.ready.get());
     ReduceArgs args;
     args.target_type = accumulator_;
-    args.target = unit.buffer->data;
     args.target_in_arena = true;
     args.source_type = args.wire_type = options_.dtype;
     args.overwrite = !unit.touched;
@@ -142,7 +168,12 @@ void EngineManager::accumulate_local(Unit& unit) {
     args.rounding = comm_->world_size() == 1 ? rounding_key(RoundingSite::reduce, micro_step_)
                                              : rounding_key(RoundingSite::local, micro_step_).for_rank(comm_->rank());
     unit.stats = {};
-    accumulate_layer(unit, args, {&source, 1}, unit.all, last ? &unit.stats : nullptr);
+    with_buffer(unit, unit.touched, true, lane, [&](void* target) {
+        args.target = target;
+        accumulate_layer(unit, args, {&source, 1}, unit.all, last && !backend_->on_gpu() ? &unit.stats : nullptr, lane);
+    });
+    if (comm_->world_size() > 1) backend_->record(unit.ready, lane);
+    if (unit.offloaded) backend_->record(slot.consumed, lane);
     unit.touched = true;
     unit.scaled = last;
     free_slot(unit);
@@ -169,7 +200,17 @@ void EngineManager::post(int index) {
     Offer offer;
     offer.slice_bytes = static_cast<std::size_t>(layout.shard_numel) * size_of(wired);
     if (contributes) offer.data = sharded ? slots_[static_cast<std::size_t>(unit.slot)].arena->data : unit.buffer->data;
-    if (comm_->needs_staging()) {
+    if (backend_->on_gpu()) {
+        offer.event = contributes ? unit.ready.get() : nullptr;
+        offer.stream = backend_->stream(Lane::exchange);
+        if (contributes)
+            backend_->wait(Lane::exchange, offer.event);
+        else  // what the sum will overwrite may still be read on the caller's lane
+            backend_->join(Lane::exchange, Lane::caller);
+    }
+    if (comm_->needs_staging() && !receives(unit)) {
+        offer.sum = wired;
+    } else if (comm_->needs_staging()) {
         const bool own = sharded && contributes;
         if (!own)  // the shared staging holds one exchange at a time
             while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
@@ -179,9 +220,10 @@ void EngineManager::post(int index) {
         if (contributes && (layout.packed || wired != source)) {
             offer.send = staging.send->data;
             for (int rank = 0; rank < world; ++rank)
-                pack(wired, static_cast<char*>(offer.send) + static_cast<std::size_t>(rank) * offer.slice_bytes, source,
-                     offer.data, layout.segments(rank, unit.uid_base),
-                     rounding_key(RoundingSite::wire, micro_step_).for_rank(comm_->rank()));
+                backend_->pack(wired,
+                               static_cast<char*>(offer.send) + static_cast<std::size_t>(rank) * offer.slice_bytes,
+                               source, offer.data, unit.by_rank[static_cast<std::size_t>(rank)],
+                               rounding_key(RoundingSite::wire, micro_step_).for_rank(comm_->rank()), Lane::exchange);
             offer.data = offer.send;
         }
     }
@@ -208,9 +250,14 @@ void EngineManager::complete_front() {
     Unit& unit = units_[static_cast<std::size_t>(flight.unit)];
     const bool sharded = unit.placement == Placement::sharded;
     const std::vector<ReduceSource> sources = comm_->sources(flight.ticket);
+    Slot& slot = flight.slot >= 0 ? slots_[static_cast<std::size_t>(flight.slot)] : full_exchange_;
+    constexpr Lane lane = Lane::exchange;
+    if (backend_->on_gpu())
+        for (const void* event : comm_->source_events(flight.ticket)) backend_->wait(lane, event);
+    backend_->begin_range("reduce");
+    backend_->begin_range(unit.name.c_str());
     ReduceArgs args;
     args.target_type = accumulator_;
-    args.target = unit.buffer->data;
     args.target_in_arena = !sharded;
     args.wire_type = wire(sharded);
     args.source_type = comm_->needs_staging() ? args.wire_type : (sharded ? options_.dtype : accumulator_);
@@ -219,33 +266,36 @@ void EngineManager::complete_front() {
     args.rounding = rounding_key(RoundingSite::reduce, flight.micro_step);
     args.wire_rounding = rounding_key(RoundingSite::wire, flight.micro_step);
     unit.stats = {};
-    accumulate_layer(unit, args, sources, unit.mine, flight.last ? &unit.stats : nullptr);
-    if (!sharded && !comm_->needs_staging()) {
-        // Others read all of this arena while it is summed in place, so each rank sums a piece; finish_step gathers
-        // them.
-        ReduceStats piece;
-        accumulate_layer(unit, args, sources, unit.whole_piece, flight.last ? &piece : nullptr);
-        unit.stats.sum_squares += piece.sum_squares, unit.stats.nonfinite += piece.nonfinite;
-    } else if (!unit.mine_whole.empty()) {
-        // Replicated weights are summed by every rank and counted by the first.
-        ReduceStats whole;
-        accumulate_layer(unit, args, sources, unit.mine_whole, flight.last ? &whole : nullptr);
-        if (comm_->rank() == 0) unit.stats.sum_squares += whole.sum_squares, unit.stats.nonfinite += whole.nonfinite;
-    }
+    with_buffer(unit, !args.overwrite, true, lane, [&](void* target) {
+        args.target = target;
+        accumulate_layer(unit, args, sources, unit.mine, flight.last ? &unit.stats : nullptr, lane);
+        if (!sharded && !comm_->needs_staging()) {
+            // Others read all of this arena while it is summed in place, so each rank sums a piece; finish_step gathers
+            // them.
+            ReduceStats piece;
+            accumulate_layer(unit, args, sources, unit.whole_piece, flight.last ? &piece : nullptr, lane);
+            unit.stats.sum_squares += piece.sum_squares, unit.stats.nonfinite += piece.nonfinite;
+        } else if (!unit.mine_whole.empty()) {
+            // Replicated weights are summed by every rank and counted by the first.
+            ReduceStats whole;
+            const bool counts = flight.last && comm_->rank() == 0;
+            accumulate_layer(unit, args, sources, unit.mine_whole, counts ? &whole : nullptr, lane);
+            unit.stats.sum_squares += whole.sum_squares, unit.stats.nonfinite += whole.nonfinite;
+        }
+    });
+    backend_->end_range();
+    backend_->end_range();
     unit.touched = true;
     unit.scaled = flight.last;
-    comm_->release(flight.ticket);
+    backend_->record(slot.consumed, lane);
+    comm_->release(flight.ticket, slot.consumed.get());
     flights_.pop_front();
     if (flight.slot >= 0) {
-        Slot& slot = slots_[static_cast<std::size_t>(flight.slot)];
         slot.owner = -1;
-        slot.ticket = flight.ticket;
-        slot.draining = true;
         if (unit.block >= 0 && unit.slot == flight.slot) unit.slot = -1;
-    } else {
-        full_exchange_.ticket = flight.ticket;
-        full_exchange_.draining = true;
     }
+    slot.ticket = flight.ticket;
+    slot.draining = true;
 }
 
 void EngineManager::progress() {
@@ -256,10 +306,10 @@ void EngineManager::progress() {
 void EngineManager::drain() {
     while (!flights_.empty()) complete_front();
     for (Slot& slot : slots_) {
-        if (slot.draining) comm_->wait_drained(slot.ticket);
+        if (slot.draining) comm_->wait_drained(slot.ticket), order_after(slot);
         slot.draining = false;
     }
-    if (full_exchange_.draining) comm_->wait_drained(full_exchange_.ticket);
+    if (full_exchange_.draining) comm_->wait_drained(full_exchange_.ticket), order_after(full_exchange_);
     full_exchange_.draining = false;
 }
 

@@ -49,29 +49,61 @@ void EngineManager::gather_unit(std::size_t u, bool everything) {
     const std::size_t size = size_of(accumulator_), slice = static_cast<std::size_t>(layout.shard_numel) * size;
     auto* arena = static_cast<char*>(unit.buffer->data);
     const auto bytes = [size](std::int64_t elements) { return static_cast<std::size_t>(elements) * size; };
+    if (comm_->on_device()) return gather_on_device(unit);
     if (comm_->needs_staging()) return gather_staged(unit);
+    constexpr Lane lane = Lane::exchange;
     Offer offer;
     offer.data = arena;
     offer.slice_bytes = slice;
-    offer.tag = {
-        model_key_, step_, micro_step_, static_cast<std::int32_t>(u), 3, static_cast<std::uint32_t>(accumulator_),
-        slice};
+    offer.tag = {model_key_,
+                 step_,
+                 micro_step_,
+                 static_cast<std::int32_t>(u),
+                 kGatherGradients,
+                 static_cast<std::uint32_t>(accumulator_),
+                 slice};
     offer.what = "all_gather of " + unit.name;
+    backend_->record(units_[u].ready, lane);
+    offer.event = unit.ready.get();
     const Ticket ticket = comm_->post(offer);
     const std::vector<ReduceSource> sources = comm_->sources(ticket);
+    if (backend_->on_gpu())
+        for (const void* event : comm_->source_events(ticket)) backend_->wait(lane, event);
     for (int rank = 0; rank < world; ++rank) {
         if (rank == self) continue;
         const auto* from = static_cast<const char*>(sources[static_cast<std::size_t>(rank)].data);
         for (const Segment& s : whole_pieces(unit, rank))
-            std::memcpy(arena + bytes(s.source), from + bytes(s.source), bytes(s.numel));
+            backend_->copy(arena + bytes(s.source), from + bytes(s.source), bytes(s.numel), lane);
         for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)])
             if (everything && slot.shard_numel > 0 && weight_desc(unit, slot).shard != ShardKind::whole)
-                std::memcpy(arena + bytes(slot.offset + slot.shard_begin), from + bytes(slot.offset + slot.shard_begin),
-                            bytes(slot.shard_numel));
+                backend_->copy(arena + bytes(slot.offset + slot.shard_begin),
+                               from + bytes(slot.offset + slot.shard_begin), bytes(slot.shard_numel), lane);
     }
-    comm_->release(ticket);
+    backend_->record(full_exchange_.consumed, lane);
+    comm_->release(ticket, full_exchange_.consumed.get());
     full_exchange_.ticket = ticket;
     full_exchange_.draining = true;
+}
+
+// Over GPUs that send: where a rank's slice is one range, all ranges in one call, else piece by piece.
+void EngineManager::gather_on_device(const Unit& unit) {
+    const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+    const std::size_t size = size_of(accumulator_);
+    auto* arena = static_cast<char*>(unit.buffer->data);
+    void* stream = backend_->stream(Lane::exchange);
+    if (!layout.packed) {
+        char* flat = arena + static_cast<std::size_t>(layout.flat_begin) * size;
+        const std::size_t slice = static_cast<std::size_t>(layout.flat_shard) * size;
+        comm_->gather_on_device(flat, flat + static_cast<std::size_t>(comm_->rank()) * slice, slice, stream);
+        return;
+    }
+    std::vector<Communicator::Shared> pieces;
+    for (int rank = 0; rank < comm_->world_size(); ++rank)
+        for (const WeightSlot& slot : layout.by_rank[static_cast<std::size_t>(rank)])
+            if (slot.shard_numel > 0 && weight_desc(unit, slot).shard != ShardKind::whole)
+                pieces.push_back({arena + static_cast<std::size_t>(slot.offset + slot.shard_begin) * size,
+                                  static_cast<std::size_t>(slot.shard_numel) * size, rank});
+    comm_->broadcast_on_device(pieces, stream);
 }
 
 // Over a process group: slices of every rank through the receive staging, as much at a time as it holds. Whole weights

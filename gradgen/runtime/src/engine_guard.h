@@ -7,6 +7,25 @@
 
 namespace gradgen {
 
+// Runs `body`. A refusal leaves everything as it was; whatever else ends a call may have lost gradients, an interrupt
+// too, and is remembered.
+template <class Body>
+auto guarded(std::string& failure, Body&& body) {
+    try {
+        return body();
+    } catch (const StateError&) {
+        throw;
+    } catch (const NonFiniteError&) {
+        throw;
+    } catch (const std::exception& error) {
+        failure = error.what();
+        throw;
+    } catch (...) {
+        failure = "a call was interrupted";
+        throw;
+    }
+}
+
 // Entry of a public call: one thread at a time, in the process that built the manager, not closed, not failed.
 class EngineManager::Guard {
   public:
@@ -27,10 +46,12 @@ class EngineManager::Guard {
         if (check && !manager.failure_.empty())
             throw CommError(at + ": an earlier call failed: " + manager.failure_ +
                             "\nCall reset() on every rank, then start the step again.");
+        device_.emplace(*manager.backend_);
     }
 
   private:
     std::unique_lock<std::mutex> lock_;
+    std::optional<OnDevice> device_;
 };
 
 }  // namespace gradgen

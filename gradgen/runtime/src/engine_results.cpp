@@ -6,6 +6,7 @@
 #include <limits>
 #include <sstream>
 
+#include "engine_buffer.h"
 #include "engine_guard.h"
 #include "gradgen/engine.h"
 #include "gradgen/error.h"
@@ -46,29 +47,110 @@ struct StepReport {
 void EngineManager::finish_unit(Unit& unit) {
     if (comm_->world_size() > 1 || unit.scaled) return;
     if (!unit.touched) {
-        std::memset(unit.buffer->data, 0, unit.buffer->bytes);
+        with_buffer(unit, false, true, Lane::caller,
+                    [&](void* target) { backend_->fill(target, 0, unit.buffer->bytes, Lane::caller); });
         unit.touched = true;
     } else if (factor() != 1.0) {
         ReduceArgs args;  // no source: the target itself, scaled and rounded as it was summed
         args.target_type = args.source_type = args.wire_type = accumulator_;
-        args.target = unit.buffer->data;
         args.target_in_arena = true;
         args.overwrite = false;
         args.scale = factor();
         args.rounding = rounding_key(RoundingSite::reduce, micro_step_);
-        reduce(args, {}, unit.mine, nullptr);
+        with_buffer(unit, true, true, Lane::caller, [&](void* target) {
+            args.target = target;
+            backend_->reduce(args, {}, unit.mine, nullptr, Lane::caller);
+        });
     }
     unit.scaled = true;
 }
 
-ReduceStats EngineManager::measure_unit(const Unit& unit) const {
+// On a GPU the device adds it up.
+ReduceStats EngineManager::measure_unit(Unit& unit) {
     const bool in_arena = unit.placement == Placement::full;
-    ReduceStats out = measure(accumulator_, unit.buffer->data, in_arena, unit.mine);
-    if (comm_->rank() == 0 && !unit.mine_whole.empty()) {
-        const ReduceStats whole = measure(accumulator_, unit.buffer->data, in_arena, unit.mine_whole);
-        out.sum_squares += whole.sum_squares, out.nonfinite += whole.nonfinite;
-    }
+    ReduceStats out, whole;
+    with_buffer(unit, true, false, Lane::caller, [&](void* data) {
+        backend_->measure(accumulator_, data, in_arena, unit.mine, &out, Lane::caller);
+        if (comm_->rank() == 0 && !unit.mine_whole.empty())
+            backend_->measure(accumulator_, data, in_arena, unit.mine_whole, &whole, Lane::caller);
+    });
+    out.sum_squares += whole.sum_squares, out.nonfinite += whole.nonfinite;
     return out;
+}
+
+// One rank: the norm of what nobody has measured yet.
+void EngineManager::measure_everything() {
+    if (backend_->on_gpu()) {
+        backend_->clear_stats(Lane::caller);
+    }
+    ReduceStats sum;
+    for (Unit& unit : units_) {
+        const ReduceStats stats = measure_unit(unit);
+        sum.sum_squares += stats.sum_squares, sum.nonfinite += stats.nonfinite;
+    }
+    if (backend_->on_gpu()) {
+        const void* total = backend_->total(Lane::caller);
+        backend_->sum_totals({&total, 1}, Lane::caller);
+        norm_known_ = true;
+        return;
+    }
+    nonfinite_ = sum.nonfinite;
+    norm_squared_ =
+        nonfinite_ > 0 && std::isfinite(sum.sum_squares) ? std::numeric_limits<double>::quiet_NaN() : sum.sum_squares;
+}
+
+// GPU, several ranks: what each found while it summed becomes the norm over all, without the host.
+void EngineManager::share_totals() {
+    const auto world = static_cast<std::size_t>(comm_->world_size());
+    constexpr Lane lane = Lane::exchange;
+    void* mine = backend_->total(lane);
+    std::vector<const void*> all(world);
+    if (comm_->on_device()) {
+        auto* room = static_cast<ReduceStats*>(backend_->totals_of_ranks());
+        comm_->gather_on_device(room, mine, sizeof(ReduceStats), backend_->stream(lane));
+        for (std::size_t r = 0; r < world; ++r) all[r] = room + r;
+        backend_->sum_totals(all, lane);
+    } else {
+        backend_->record(totals_ready_, lane);
+        Offer offer;
+        offer.data = mine;
+        offer.event = totals_ready_.get();
+        offer.tag = {model_key_, step_, micro_step_, -1, 4, 0, sizeof(ReduceStats)};
+        offer.what = "the norm of step " + std::to_string(step_);
+        const Ticket ticket = comm_->post(offer);
+        const std::vector<ReduceSource> sources = comm_->sources(ticket);
+        for (const void* event : comm_->source_events(ticket)) backend_->wait(lane, event);
+        for (std::size_t r = 0; r < world; ++r) all[r] = sources[r].data;
+        backend_->sum_totals(all, lane);
+        backend_->record(full_exchange_.consumed, lane);
+        comm_->release(ticket, full_exchange_.consumed.get());
+        full_exchange_.ticket = ticket;
+        full_exchange_.draining = true;
+    }
+    norm_known_ = true;
+}
+
+// Asks the device whether the step is to be skipped; waits for it.
+void EngineManager::resolve_nonfinite() {
+    if (!unresolved_ || backend_->capturing()) return;
+    unresolved_ = captured_;  // a replayed step asks again
+    nonfinite_ = backend_->read_total().nonfinite;
+    step_skipped_ = nonfinite_ > 0;
+    skipped_steps_ += step_skipped_;
+}
+
+std::int64_t EngineManager::skipped_steps() {
+    if (!backend_->on_gpu()) return skipped_steps_;
+    Guard guard(*this, "skipped_steps", false);
+    resolve_nonfinite();
+    return skipped_steps_;
+}
+
+bool EngineManager::step_skipped() {
+    if (!backend_->on_gpu()) return step_skipped_;
+    Guard guard(*this, "step_skipped", false);
+    resolve_nonfinite();
+    return step_skipped_;
 }
 
 void EngineManager::finish_step() {
@@ -94,25 +176,34 @@ void EngineManager::finish_step() {
         trace_.push_back({"end_step", model_.name, 0, micro_step_});
         for (const std::string& bytes : comm_->gather_objects(mine.encode()))
             reports.push_back(StepReport::decode(bytes));
-        norm_squared_ = 0.0;
-        for (const StepReport& report : reports) *norm_squared_ += report.sum_squares, nonfinite_ += report.nonfinite;
-    } else if (options_.nonfinite != NonFinite::ignore) {
-        norm_squared_ = 0.0;
-        for (const Unit& unit : units_) {
-            const ReduceStats stats = measure_unit(unit);
-            *norm_squared_ += stats.sum_squares, nonfinite_ += stats.nonfinite;
+        if (backend_->on_gpu()) {
+            share_totals();
+        } else {
+            norm_squared_ = 0.0;
+            for (const StepReport& report : reports)
+                *norm_squared_ += report.sum_squares, nonfinite_ += report.nonfinite;
         }
+    } else if (options_.nonfinite != NonFinite::ignore) {
+        measure_everything();
     }
     if (nonfinite_ > 0 && norm_squared_ && std::isfinite(*norm_squared_))
         norm_squared_ = std::numeric_limits<double>::quiet_NaN();
     drain();
+    backend_->join(Lane::caller, Lane::exchange);
+    backend_->join(Lane::caller, Lane::offload);
+    backend_->count_step();
     for (std::size_t rank = 0; rank < reports.size(); ++rank)
         if (reports[rank].divide != reports[0].divide)
             throw MismatchError(model_.name + ": rank 0 divides the gradients of this step by " +
                                 std::to_string(reports[0].divide) + ", rank " + std::to_string(rank) + " by " +
                                 std::to_string(reports[rank].divide) + "; pass one divide on every rank");
     stage_ = Stage::complete;
-    ++step_;
+    if (!backend_->capturing()) ++step_;  // a captured step has not run yet
+    unresolved_ = backend_->on_gpu() && options_.nonfinite != NonFinite::ignore;
+    if (options_.nonfinite == NonFinite::raise && backend_->capturing())
+        throw StateError(model_.name +
+                         ": nonfinite=\"raise\" has to look at the gradients, which a captured step cannot; use "
+                         "nonfinite=\"skip\" and read step_skipped after a replay");
 
     std::string missing;
     int shown = 0;
@@ -125,10 +216,10 @@ void EngineManager::finish_step() {
                          std::to_string(micro_steps_) + " micro-steps:" + missing +
                          "\nTheir gradients count as zero. Declare `may_be_absent: true` where that is meant, or "
                          "`trainable: false`.");
+    if (options_.nonfinite == NonFinite::raise) resolve_nonfinite();
     if (nonfinite_ > 0 && options_.nonfinite != NonFinite::ignore) {
-        const std::string names = nonfinite_names();
-        step_skipped_ = true;
-        ++skipped_steps_;
+        if (!backend_->on_gpu()) step_skipped_ = true, ++skipped_steps_;
+        const std::string names = options_.nonfinite == NonFinite::raise ? nonfinite_names() : "";
         if (options_.nonfinite == NonFinite::raise)
             throw NonFiniteError(model_.name + ": step " + std::to_string(step_ - 1) + ": " +
                                  std::to_string(nonfinite_) + " gradient elements are inf or nan:" + names);
@@ -136,13 +227,15 @@ void EngineManager::finish_step() {
 }
 
 // Which weights hold them, on which rank: asked only when there are some, by every rank alike.
-std::string EngineManager::nonfinite_names() const {
+std::string EngineManager::nonfinite_names() {
     std::string mine;
+    backend_->synchronize();
     for (const Unit& unit : units_) {
-        for (const auto& segments : {unit.mine, unit.mine_whole})
-            for (const Segment& segment : segments) {
+        const std::shared_ptr<Storage> seen = backend_->to_host(unit.buffer);
+        for (const SegmentList* segments : {&unit.mine, &unit.mine_whole})
+            for (const Segment& segment : *segments) {
                 const ReduceStats stats =
-                    measure(accumulator_, unit.buffer->data, unit.placement == Placement::full, {&segment, 1});
+                    measure(accumulator_, seen->data, unit.placement == Placement::full, {&segment, 1});
                 if (stats.nonfinite == 0) continue;
                 for (const WeightSlot& slot : layouts_[static_cast<std::size_t>(unit.kind)].slots) {
                     const std::int64_t at = segment.source - segment.element;
@@ -162,31 +255,97 @@ std::string EngineManager::nonfinite_names() const {
 }
 
 double EngineManager::norm() {
+    if (backend_->on_gpu()) {
+        norm_on_device();
+        const ReduceStats total = backend_->read_total();
+        const bool made_up = total.nonfinite > 0 && std::isfinite(total.sum_squares);
+        return made_up ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(total.sum_squares);
+    }
     require_readable("the gradient norm");
     if (cleared_) fill_cleared();
-    if (!norm_squared_) {  // one rank and no check asked for, or no step yet: read now what nobody has measured
-        double sum = 0;
-        std::int64_t nonfinite = 0;
-        for (const Unit& unit : units_) {
-            const ReduceStats stats = measure_unit(unit);
-            sum += stats.sum_squares, nonfinite += stats.nonfinite;
-        }
-        norm_squared_ = nonfinite > 0 && std::isfinite(sum) ? std::numeric_limits<double>::quiet_NaN() : sum;
-        nonfinite_ = nonfinite;
-    }
+    if (!norm_squared_) measure_everything();  // one rank and no check asked for, or no step yet
     return std::sqrt(*norm_squared_);
+}
+
+void EngineManager::norm_on_device() {
+    require_readable("the gradient norm");
+    if (!backend_->on_gpu())
+        throw StateError(model_.name + ": the norm is on the host, where the gradients are; use grad_norm()");
+    if (cleared_) fill_cleared();
+    if (!norm_known_) measure_everything();
+}
+
+Tensor EngineManager::grad_norm_tensor() {
+    Guard guard(*this, "grad_norm");
+    norm_on_device();
+    backend_->scale_total(1.0);  // clipping may have changed it since
+    return backend_->norm_tensor();
+}
+
+Tensor EngineManager::clip_grad_norm_tensor(double max_norm) {
+    Guard guard(*this, "clip_grad_norm");
+    if (!(max_norm > 0))
+        throw std::invalid_argument(model_.name + ": max_norm must be positive, got " + std::to_string(max_norm));
+    norm_on_device();
+    backend_->prepare_clip(max_norm);
+    const bool everything = strategy_.collective == Collective::all_reduce;
+    for (Unit& unit : units_)
+        with_buffer(unit, true, true, Lane::caller, [&](void* data) {
+            const bool in_arena = unit.placement == Placement::full;
+            backend_->clip(accumulator_, data, in_arena, everything ? unit.all : unit.mine, Lane::caller);
+            if (!everything && !unit.mine_whole.empty())
+                backend_->clip(accumulator_, data, in_arena, unit.mine_whole, Lane::caller);
+        });
+    return backend_->norm_tensor();
+}
+
+void EngineManager::all_gather(void* out, const void* in, std::size_t bytes) {
+    Guard guard(*this, "all_gather");
+    const auto world = static_cast<std::size_t>(comm_->world_size());
+    const auto at = [&](std::size_t rank) { return static_cast<char*>(out) + rank * bytes; };
+    if (!backend_->on_gpu()) return comm_->all_gather(out, in, bytes);
+    if (world == 1) {
+        if (out != in) backend_->copy(out, in, bytes, Lane::caller);
+        return;
+    }
+    guarded(failure_, [&] {
+        backend_->join(Lane::exchange, Lane::caller);
+        if (comm_->on_device()) {
+            comm_->gather_on_device(out, in, bytes, backend_->stream(Lane::exchange));
+        } else {
+            backend_->record(totals_ready_, Lane::exchange);
+            Offer offer;
+            offer.data = in;
+            offer.event = totals_ready_.get();
+            offer.tag = {model_key_, step_, -1, -1, 3, 0, bytes};
+            offer.what = "all_gather";
+            const Ticket ticket = comm_->post(offer);
+            const std::vector<ReduceSource> sources = comm_->sources(ticket);
+            for (const void* event : comm_->source_events(ticket)) backend_->wait(Lane::exchange, event);
+            for (std::size_t r = 0; r < world; ++r)
+                if (at(r) != sources[r].data) backend_->copy(at(r), sources[r].data, bytes, Lane::exchange);
+            backend_->record(totals_read_, Lane::exchange);
+            comm_->release(ticket, totals_read_.get());
+            comm_->wait_drained(ticket);  // the caller may change `in` when this returns
+            for (const void* event : comm_->drain_events(ticket)) backend_->wait(Lane::caller, event);
+        }
+        backend_->join(Lane::caller, Lane::exchange);
+    });
 }
 
 void EngineManager::multiply(double by) {
     require_readable("scaling");
     if (cleared_) fill_cleared();
     const bool everything = strategy_.collective == Collective::all_reduce;
-    for (Unit& unit : units_) {
-        const bool in_arena = unit.placement == Placement::full;
-        scale(accumulator_, unit.buffer->data, in_arena, everything ? unit.all : unit.mine, by);
-        if (!everything) scale(accumulator_, unit.buffer->data, in_arena, unit.mine_whole, by);
-    }
+    for (Unit& unit : units_)
+        with_buffer(unit, true, true, Lane::caller, [&](void* data) {
+            const bool in_arena = unit.placement == Placement::full;
+            backend_->scale(accumulator_, data, in_arena, everything ? unit.all : unit.mine, by, Lane::caller);
+            if (!everything && !unit.mine_whole.empty())
+                backend_->scale(accumulator_, data, in_arena, unit.mine_whole, by, Lane::caller);
+        });
     if (norm_squared_) *norm_squared_ *= by * by;
+    if (norm_known_) backend_->scale_total(by);
 }
 
 double EngineManager::grad_norm() {
@@ -220,6 +379,7 @@ void EngineManager::require_readable(const std::string& what) const {
     if (accumulating())
         throw StateError(model_.name + ": " + what + " was asked for in the middle of a step (" + where() +
                          "); gradients are reduced when the last micro-step ends");
+    if (options_.offload) backend_->synchronize();  // whoever reads host memory must find the final values
 }
 
 TensorShard EngineManager::shard_of(const Unit& unit, const WeightDesc& weight, const WeightSlot& slot) const {
@@ -239,7 +399,7 @@ TensorShard EngineManager::shard_of(const Unit& unit, const WeightDesc& weight, 
 }
 
 TensorShard EngineManager::get_non_block_shard(int weight) {
-    Guard guard(*this, "get_non_block_shard");
+    Guard guard(*this, "non_block_shard");
     return weight_shard(weight);
 }
 
@@ -254,7 +414,7 @@ TensorShard EngineManager::weight_shard(int weight) {
 }
 
 TensorContainer EngineManager::get_block_shard(int block, std::int64_t layer) {
-    Guard guard(*this, "get_block_shard");
+    Guard guard(*this, "block_shard");
     return block_shard(block, layer);
 }
 
@@ -273,7 +433,9 @@ TensorContainer EngineManager::block_shard(int block, std::int64_t layer) {
 // zero_grad() writes nothing; whoever looks before the next step finds zeros all the same.
 void EngineManager::fill_cleared() {
     cleared_ = false;
-    for (Unit& unit : units_) std::memset(unit.buffer->data, 0, unit.buffer->bytes);
+    for (Unit& unit : units_)
+        with_buffer(unit, false, true, Lane::caller,
+                    [&](void* data) { backend_->fill(data, 0, unit.buffer->bytes, Lane::caller); });
 }
 
 std::vector<std::pair<std::string, TensorShard>> EngineManager::named_gradients() {
@@ -334,7 +496,13 @@ std::vector<NamedBuffer> EngineManager::buffers() const {
 void EngineManager::poison() {
     Guard guard(*this, "poison");
     require_readable("poison");
-    for (const NamedBuffer& buffer : buffers()) std::memset(buffer.tensor.data(), 0xff, buffer.tensor.bytes());
+    backend_->synchronize();
+    for (const NamedBuffer& buffer : buffers()) {
+        if (buffer.tensor.device().kind == DeviceKind::cpu)
+            std::memset(buffer.tensor.data(), 0xff, buffer.tensor.bytes());
+        else
+            backend_->fill(buffer.tensor.data(), 0xff, buffer.tensor.bytes(), Lane::caller);
+    }
 }
 
 }  // namespace gradgen

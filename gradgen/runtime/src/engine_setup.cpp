@@ -46,6 +46,7 @@ EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared
     accumulator_ = options_.accumulator.value_or(options_.dtype);
     direct_ = accumulator_ == options_.dtype && options_.rounding == Rounding::nearest;
     process_ = getpid();
+    backend_ = std::make_shared<Backend>();  // until the device is known to be there
     resets_ = comm_->resets();
     divide_ = options_.divide.value_or(comm_->world_size());
     // What this rank refuses, the others must hear of: they wait for it in agree().
@@ -53,8 +54,13 @@ EngineManager::EngineManager(ModelDesc model, StrategyDesc strategy, std::shared
     try {
         refuse_impossible();
         check_model(model_);
+        backend_ = make_backend(options_.device);
+        const OnDevice device(*backend_);
+        if (comm_->world_size() > 1 && !comm_->on_device()) backend_->reach_peers();
         make_units();
+        prepare_lists();
         allocate();
+        backend_->set_counters(0, 0);
         model_key_ = fnv1a(model_.key + layout_text()) ^ comm_->next_manager() * 0x9E3779B97F4A7C15ull;
     } catch (const std::exception& error) {
         if (comm_->world_size() == 1) throw;
@@ -74,6 +80,13 @@ void EngineManager::refuse_impossible() const {
         refuse("block_buffers must be at least 1, got " + std::to_string(options_.block_buffers));
     if (options_.divide && !(*options_.divide >= 1e-30 && *options_.divide <= 1e30))
         refuse("divide must lie between 1e-30 and 1e30");
+    if (options_.offload && options_.device.kind == DeviceKind::cpu)
+        refuse("offload moves shards from a GPU to the host; this manager is on the CPU, where they are already");
+    if (options_.offload && strategy_.blocks == Placement::full && comm_->world_size() > 1)
+        refuse(
+            "offload keeps shards of blocks on the host, and this strategy keeps blocks whole; choose a sharded one");
+    if (comm_->on_device() && options_.device.kind == DeviceKind::cpu)
+        refuse("this communicator works on GPUs; pass device=\"cuda\", or make another one for the CPU");
     if (comm_->world_size() > 64) refuse("at most 64 ranks, got " + std::to_string(comm_->world_size()));
     if (options_.rounding == Rounding::stochastic && size_of(accumulator_) != 2)
         refuse("stochastic rounding needs a bfloat16 or float16 accumulator, not " +
@@ -97,6 +110,12 @@ void EngineManager::refuse_impossible() const {
 
 // Work in flight may still read or write this memory: the communicator keeps it until that is over.
 EngineManager::~EngineManager() {
+    if (backend_->on_gpu()) {
+        try {
+            backend_->synchronize();
+        } catch (...) {  // the device is lost; so are the gradients
+        }
+    }
     if (flights_.empty()) return;
     std::vector<std::shared_ptr<Storage>> memory;
     for (const Unit& unit : units_) memory.push_back(unit.buffer);
@@ -257,8 +276,33 @@ std::vector<EngineManager::BufferUse> EngineManager::buffer_uses() const {
     return out;
 }
 
+// What kernels read, and the events between lanes.
+void EngineManager::prepare_lists() {
+    for (Unit& unit : units_) {
+        unit.offloaded = options_.offload && unit.block >= 0;
+        const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
+        const bool sharded = unit.placement == Placement::sharded;
+        const bool packs = layout.packed || wire(sharded) != (sharded ? options_.dtype : accumulator_);
+        if (packs && comm_->world_size() > 1 && receives(unit))
+            for (int rank = 0; rank < comm_->world_size(); ++rank)
+                unit.by_rank.emplace_back(layout.segments(rank, unit.uid_base));
+        for (SegmentList* list : {&unit.mine, &unit.mine_whole, &unit.whole_piece, &unit.all}) backend_->prepare(*list);
+        for (SegmentList& list : unit.by_rank) backend_->prepare(list);
+        unit.ready = backend_->make_event();
+    }
+    totals_ready_ = backend_->make_event();
+    totals_read_ = backend_->make_event();
+    full_exchange_.consumed = backend_->make_event();
+    for (Bounce& bounce : bounces_) bounce.loaded = backend_->make_event(), bounce.summed = backend_->make_event();
+}
+
 std::shared_ptr<Storage> EngineManager::allocate(std::int64_t bytes, std::int64_t& account, bool shareable) {
     account += bytes;
+    if (backend_->on_gpu()) {
+        auto memory = backend_->allocate(static_cast<std::size_t>(bytes));
+        if (shareable) comm_->register_memory(memory);
+        return memory;
+    }
     return shareable ? comm_->allocate(static_cast<std::size_t>(bytes))
                      : comm_->Communicator::allocate(static_cast<std::size_t>(bytes));
 }
@@ -268,20 +312,26 @@ void EngineManager::allocate() {
     const auto accumulator = static_cast<std::int64_t>(size_of(accumulator_)),
                produced = static_cast<std::int64_t>(size_of(options_.dtype));
     const bool staging = comm_->needs_staging() && world > 1;
-    std::int64_t block_units = 0, largest_block = 0, largest_shard = 0, largest_exchange = 0;
+    std::int64_t block_units = 0, largest_block = 0, largest_shard = 0, largest_exchange = 0, largest_offloaded = 0;
     bool block_packed = false, full_packed = false;
     for (const Unit& unit : units_) {
         const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
         const bool sharded = unit.placement == Placement::sharded;
         const bool pack = layout.packed || wire(sharded) != (sharded ? options_.dtype : accumulator_);
-        largest_exchange =
-            std::max(largest_exchange, layout.shard_numel * static_cast<std::int64_t>(size_of(wire(sharded))));
-        if (!sharded) full_packed |= pack;
+        if (receives(unit)) {
+            largest_exchange =
+                std::max(largest_exchange, layout.shard_numel * static_cast<std::int64_t>(size_of(wire(sharded))));
+            if (!sharded) full_packed |= pack;
+        }
         if (unit.block < 0 || !staged(unit)) continue;
         ++block_units;
         largest_block = std::max(largest_block, layout.numel);
+        if (unit.offloaded)
+            largest_offloaded =
+                std::max(largest_offloaded, (sharded ? layout.shard_numel : layout.numel) * accumulator);
+        if (!sharded || !receives(unit)) continue;
         largest_shard = std::max(largest_shard, layout.shard_numel);
-        block_packed |= pack && sharded;
+        block_packed |= pack;
     }
     const auto exchange_bytes = [&](std::int64_t shard) {
         return world * shard * static_cast<std::int64_t>(size_of(wire(true)));
@@ -290,7 +340,8 @@ void EngineManager::allocate() {
     for (int s = 0; s < block_slots_; ++s) {
         Slot slot;
         slot.arena = allocate(largest_block * produced, memory_.staging, true);
-        if (staging && strategy_.blocks == Placement::sharded) {
+        slot.consumed = backend_->make_event();
+        if (staging && largest_shard > 0) {
             slot.receive = allocate(exchange_bytes(largest_shard), memory_.exchange, false);
             if (block_packed) slot.send = allocate(exchange_bytes(largest_shard), memory_.exchange, false);
         }
@@ -299,12 +350,18 @@ void EngineManager::allocate() {
     for (Unit& unit : units_) {
         const ArenaLayout& layout = layouts_[static_cast<std::size_t>(unit.kind)];
         const bool sharded = unit.placement == Placement::sharded;
-        unit.buffer = allocate((sharded ? layout.shard_numel : layout.numel) * accumulator,
-                               sharded ? memory_.shards : memory_.full, !sharded);
+        const std::int64_t bytes = (sharded ? layout.shard_numel : layout.numel) * accumulator;
+        if (unit.offloaded) {
+            unit.buffer = backend_->allocate_pinned(static_cast<std::size_t>(bytes));
+            memory_.pinned += bytes;
+        } else {
+            unit.buffer = allocate(bytes, sharded ? memory_.shards : memory_.full, !sharded);
+        }
         if (unit.block >= 0 || !staged(unit)) continue;
         Slot slot;
         slot.arena = allocate(layout.numel * produced, memory_.staging, true);
-        if (staging && sharded) {
+        slot.consumed = backend_->make_event();
+        if (staging && sharded && receives(unit)) {
             slot.receive = allocate(exchange_bytes(layout.shard_numel), memory_.exchange, false);
             if (layout.packed || wire(true) != options_.dtype)
                 slot.send = allocate(exchange_bytes(layout.shard_numel), memory_.exchange, false);
@@ -312,7 +369,9 @@ void EngineManager::allocate() {
         unit.slot = static_cast<int>(slots_.size());
         slots_.push_back(std::move(slot));
     }
-    if (staging) {
+    for (Bounce& bounce : bounces_)
+        if (largest_offloaded > 0) bounce.memory = allocate(largest_offloaded, memory_.staging, false);
+    if (staging && largest_exchange > 0) {
         full_exchange_.receive = allocate(world * largest_exchange, memory_.exchange, false);
         if (full_packed) full_exchange_.send = allocate(world * largest_exchange, memory_.exchange, false);
     }
@@ -330,7 +389,8 @@ void EngineManager::agree(const std::string& refusal) {
          << "\nrounding: " << (options_.rounding == Rounding::stochastic ? "stochastic" : "nearest")
          << "\nwire rounding: " << (options_.wire_rounding == Rounding::stochastic ? "stochastic" : "nearest")
          << "\nseed: " << options_.seed << "\ndivide: " << divide_ << "\nblock_buffers: " << options_.block_buffers
-         << "\nnonfinite: " << static_cast<int>(options_.nonfinite) << "\n";
+         << "\ndevice: " << (options_.device.kind == DeviceKind::cuda ? "cuda" : "cpu")
+         << (options_.offload ? ", offload" : "") << "\nnonfinite: " << static_cast<int>(options_.nonfinite) << "\n";
     if (refusal.empty()) mine << layout_text();
     const auto lines = [](const std::string& text) {
         std::vector<std::string> out;

@@ -38,6 +38,8 @@ std::string hex(std::uint64_t value) {
 
 std::string collective_text(const Published& item) {
     if (item.kind != Kind::exchange) return to_text(item.kind);
+    if (item.tag.op == kGatherGradients) return "all_gather";
+    if (item.tag.op == kGatherInPlace) return "gather_in_place";
     switch (static_cast<Collective>(item.tag.op)) {
         case Collective::reduce_scatter:
             return "reduce_scatter";
@@ -85,6 +87,7 @@ Ticket HostWorld::post(const Offer& offer) {
     check_usable("post");
     Published item;
     item.tag = offer.tag;
+    item.event = offer.event;
     std::shared_ptr<void> keep;
     if (offer.data != nullptr) keep = locate(offer.data, item);
     return publish(item, offer.what, std::move(keep)) | epoch_ << kEpochShift;
@@ -164,12 +167,35 @@ void HostWorld::consume(std::uint64_t sequence) {
     notify();
 }
 
-void HostWorld::release(Ticket ticket) {
+void HostWorld::release(Ticket ticket, const void* event) {
     // Also on a failed world, so that an error path can release. After a reset there is nothing left to release.
     if (stale(ticket) || closed_ || !in_owner_process()) return;
     const std::uint64_t sequence = sequence_of(ticket, "release");
     if (sequence + kRing < next_ || local_[slot_of(sequence)].released) return;
+    mine_.read_event[slot_of(sequence)].store(event, std::memory_order_relaxed);  // consume() publishes it
     consume(sequence);
+}
+
+std::vector<const void*> HostWorld::source_events(Ticket ticket) {
+    const std::uint64_t sequence = sequence_of(ticket, "source_events");
+    std::vector<const void*> events;
+    for (int r = 0; r < world_; ++r) {
+        const Published& item = control_->rank(r).ring[slot_of(sequence)];
+        if (item.event != nullptr) events.push_back(item.event);
+    }
+    return events;
+}
+
+// A slot that was used again since holds a later event of the same stream, which comes after the one asked for.
+std::vector<const void*> HostWorld::drain_events(Ticket ticket) {
+    if (stale(ticket)) return {};
+    const std::uint64_t sequence = sequence_of(ticket, "drain_events");
+    std::vector<const void*> events;
+    for (int r = 0; r < world_; ++r) {
+        const void* event = control_->rank(r).read_event[slot_of(sequence)].load(std::memory_order_relaxed);
+        if (r != rank_ && event != nullptr) events.push_back(event);
+    }
+    return events;
 }
 
 bool HostWorld::is_drained(std::uint64_t sequence, int rank) const {

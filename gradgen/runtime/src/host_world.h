@@ -24,10 +24,13 @@ class HostWorld : public Communicator {
     Ticket post(const Offer& offer) override;
     bool ready(Ticket ticket) override;
     std::vector<ReduceSource> sources(Ticket ticket) override;
-    void release(Ticket ticket) override;
+    void release(Ticket ticket, const void* event) override;
+    std::vector<const void*> source_events(Ticket ticket) override;
+    std::vector<const void*> drain_events(Ticket ticket) override;
     bool drained(Ticket ticket) override;
     void wait_drained(Ticket ticket) override;
 
+    bool shares_memory() const override { return true; }
     void barrier() override;
     std::vector<std::string> gather_objects(const std::string& mine) override;
     void all_gather(void* out, const void* in, std::size_t bytes) override;

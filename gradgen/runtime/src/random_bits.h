@@ -13,6 +13,13 @@
 #include "gradgen/philox.h"
 #include "simd.h"
 
+// Clang writes no element of a vector in a constant expression; there the table is filled when the library is loaded.
+#ifdef __clang__
+#define GRADGEN_VECTOR_CONSTEXPR
+#else
+#define GRADGEN_VECTOR_CONSTEXPR constexpr
+#endif
+
 namespace gradgen {
 
 /// The low counter word is constant in its upper part for so many elements; segments are split at multiples of it.
@@ -87,7 +94,7 @@ class RandomStream {
 
     struct Groups {
         U64 lane[2];
-        constexpr Groups() : lane{} {
+        GRADGEN_VECTOR_CONSTEXPR Groups() : lane{} {
             for (std::size_t half = 0; half < 2; ++half) {
                 for (std::size_t q = 0; q < simd::kWide; ++q)
                     lane[half][q] = half * simd::kWide + simd::kWide / 2 * (q % 2) + q / 2;

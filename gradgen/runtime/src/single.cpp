@@ -29,7 +29,7 @@ class SingleCommunicator final : public Communicator {
             if (item.ticket == ticket) return {ReduceSource{item.data, false}};
         throw StateError("communicator: sources of an exchange that was released or never posted");
     }
-    void release(Ticket ticket) override {
+    void release(Ticket ticket, const void*) override {
         std::erase_if(offers_, [&](const Item& item) { return item.ticket == ticket; });
     }
     bool drained(Ticket) override {
@@ -38,6 +38,7 @@ class SingleCommunicator final : public Communicator {
     }
     void wait_drained(Ticket) override { check("wait_drained"); }
 
+    bool shares_memory() const override { return true; }
     void barrier() override { check("barrier"); }
     std::vector<std::string> gather_objects(const std::string& mine) override {
         check("gather_objects");

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,11 +25,12 @@ struct OpTag {
     std::int64_t step = 0;
     std::int32_t micro_step = 0;
     std::int32_t unit = 0;    // index in plan order
-    std::int32_t op = 0;      // Collective
+    std::int32_t op = 0;      // Collective, or one of the two below
     std::uint32_t dtype = 0;  // wire dtype
     std::uint64_t bytes = 0;  // of the arena
     bool operator==(const OpTag&) const = default;
 };
+constexpr std::int32_t kGatherGradients = 3, kGatherInPlace = 4;
 
 /// A byte range of an arena that goes to one rank, and where it lies in that rank's packed slice.
 struct Piece {
@@ -44,11 +46,19 @@ struct Offer {
     std::size_t slice_bytes = 0;                 // of a packed slice (the same on every rank)
     void* receive = nullptr;                     // staging of world * slice_bytes bytes; only where needs_staging()
     void* send = nullptr;                        // staging likewise, only where a slice is more than one piece
+    const void* event = nullptr;                 // GPU: after it the data is complete (a cudaEvent_t of this process)
+    void* stream = nullptr;                      // GPU: where a communicator with on_device() puts its work
+    std::optional<DType> sum;  // only where sums_in_place(): reduce-scatter `data`, which it may change
     OpTag tag;
     std::string what;  // for messages: "block 'decoder' layer 3, micro-step 1"
 };
 
 using Ticket = std::uint64_t;
+
+/// A part of memory that every rank lays out alike.
+struct ByteRange {
+    std::size_t begin = 0, bytes = 0;
+};
 
 class Communicator {
   public:
@@ -71,11 +81,32 @@ class Communicator {
     /// Blocks until every rank has posted; checks tags. One source a rank, in rank order, valid until release().
     /// A source's pointer is either a whole arena of that rank (packed == false) or this rank's packed slice of it.
     virtual std::vector<ReduceSource> sources(Ticket ticket) = 0;
-    /// This rank has read its slices.
-    virtual void release(Ticket ticket) = 0;
+    /// This rank has read its slices; with an event: will have when it has passed.
+    virtual void release(Ticket ticket, const void* event = nullptr) = 0;
     /// True when no other rank still reads what this rank offered: its memory may change.
     virtual bool drained(Ticket ticket) = 0;
     virtual void wait_drained(Ticket ticket) = 0;
+
+    // GPUs. Ranks that are threads read each other's memory, and tell by events when it may be read or changed.
+    // Communicators with on_device() move bytes on streams: their exchanges are ready at once.
+    virtual bool on_device() const { return false; }
+    /// True when an exchange with Offer::sum leaves this rank's summed slice at its place in `data`, as the one source.
+    virtual bool sums_in_place() const { return false; }
+    /// Of every rank that offered one, after sources() and before release().
+    virtual std::vector<const void*> source_events(Ticket) { return {}; }
+    /// Of every rank that released with one, once drained().
+    virtual std::vector<const void*> drain_events(Ticket) { return {}; }
+    /// Only where on_device(). `in` may lie at its place in `out`.
+    virtual void gather_on_device(void* out, const void* in, std::size_t bytes, void* stream);
+    /// Pieces of one buffer, each from the rank that owns it to all others. Only where on_device().
+    struct Shared {
+        void* data = nullptr;
+        std::size_t bytes = 0;
+        int root = 0;
+    };
+    virtual void broadcast_on_device(std::span<const Shared> pieces, void* stream);
+    /// Memory that exchanges will use again and again; until the storage is freed.
+    virtual void register_memory(const std::shared_ptr<Storage>&) {}
 
     // Plain collectives on host memory, blocking. `out` and `in` do not overlap, except that all_gather may find `in`
     // at its place in `out`. They count in the same sequence as posts: every rank makes the same calls in the same
@@ -89,7 +120,18 @@ class Communicator {
     virtual void all_to_all(void* out, const void* in, std::size_t bytes) = 0;
     /// out = sum over ranks of slice `rank` of `in` (numel elements a slice), in rank order in fp32, rounded once.
     void reduce_scatter(void* out, const void* in, std::int64_t numel, DType dtype);
+    /// One tensor, or a container of any number in one exchange; transaction.h says more, and queues several.
+    void reduce_scatter(const Tensor& out, const Tensor& full);
+    void reduce_scatter(const TensorContainer& out, const TensorContainer& full);
     void all_reduce(void* data, std::int64_t numel, DType dtype);
+
+    /// True where ranks read each other's memory, so that gather_in_place() works.
+    virtual bool shares_memory() const { return false; }
+    /// `data`: `bytes` from allocate(), laid out alike on every rank, of which rank r has written owned[r] (the ranges
+    /// of two ranks do not overlap). Copies what the others own from their memory to the same place in this rank's:
+    /// one copy a byte, no buffer. Collective, blocking: when it returns, nobody reads this rank's memory any more.
+    void gather_in_place(void* data, std::size_t bytes, std::span<const std::vector<ByteRange>> owned,
+                         const std::string& what = "gather_in_place");
 
     /// Marks the communicator failed and wakes every rank that waits: they raise CommError with `why`.
     virtual void abort(const std::string& why) = 0;

@@ -7,12 +7,16 @@
 // both are arenas and nothing is exchanged.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <set>
 
+#include "gradgen/backend.h"
 #include "gradgen/manager.h"
+#include "gradgen/state.h"
 
 namespace gradgen {
 
@@ -31,7 +35,8 @@ struct MemoryUse {
     std::int64_t shards = 0;    // persistent shards
     std::int64_t staging = 0;   // arenas that backward writes and a kernel consumes
     std::int64_t exchange = 0;  // send and receive staging of process groups
-    std::int64_t total() const { return full + shards + staging + exchange; }
+    std::int64_t pinned = 0;    // block shards in host memory (offload)
+    std::int64_t total() const { return full + shards + staging + exchange + pinned; }
 };
 
 /// A named buffer, whole and with its padding, for tests and debugging.
@@ -76,12 +81,33 @@ class EngineManager : public GradientManager {
     std::vector<WeightRecord> weights() const;
 
     /// Norm of the reduced gradient over all ranks; ties and replicated weights once. inf or nan when the gradient is.
+    /// On a GPU the call waits for it; grad_norm_tensor does not.
     double grad_norm();
     /// Scales every gradient by min(1, max_norm / (norm + 1e-6)); returns the norm before.
     double clip_grad_norm(double max_norm);
+    /// The same without waiting: one fp32 on the GPU, which the next step overwrites.
+    Tensor grad_norm_tensor();
+    Tensor clip_grad_norm_tensor(double max_norm);
     void scale_gradients(double factor);
-    std::int64_t skipped_steps() const { return skipped_steps_; }
-    bool step_skipped() const { return step_skipped_; }
+    /// GPU: these wait for the device.
+    std::int64_t skipped_steps();
+    bool step_skipped();
+
+    /// GPU: work of later calls goes on this stream (a cudaStream_t of the manager's device), after all before it.
+    void use_stream(void* stream);
+    /// GPU: like set_divide with one fp32 or fp64 number in device memory, read by the work that the step enqueues.
+    void set_divide(const void* number, DType type);
+    /// out = `bytes` of every rank's `in`, in rank order, in memory of the manager's device.
+    void all_gather(void* out, const void* in, std::size_t bytes);
+    Device device() const { return backend_->device(); }
+
+    /// This rank's part of the step so far, between two micro-steps or after the last: views of the manager's memory.
+    /// Every rank calls it: exchanges in flight are completed.
+    SavedState save_state();
+    /// Continues from a state of this rank, or from those of all ranks of a run of any size (in any order). Collective.
+    /// Throws std::invalid_argument for what cannot be restored exactly, on the rank that finds it, MismatchError on
+    /// the others; all of them are then as after zero_grad(). `problem`: why this rank has nothing to load.
+    void load_state(std::span<const SavedState> states, const std::string& problem = "");
 
     /// Forgets the gradients of the step, finished or not.
     void zero_grad();
@@ -101,8 +127,10 @@ class EngineManager : public GradientManager {
     DType accumulator() const { return accumulator_; }
     DType wire(bool sharded) const;
     bool direct() const { return direct_; }
+    /// The micro-step that comes next: 0 unless a step has begun.
+    int next_micro_step() const { return stage_ == Stage::between || stage_ == Stage::inside ? micro_step_ + 1 : 0; }
     bool accumulating() const { return stage_ == Stage::inside || stage_ == Stage::between; }
-    std::int64_t step() const { return step_; }
+    std::int64_t step();
     void set_step(std::int64_t step);
     std::vector<TraceEntry> trace();
     const MemoryUse& memory() const { return memory_; }
@@ -122,14 +150,16 @@ class EngineManager : public GradientManager {
         int kind = 0;                // index into layouts_
         std::uint32_t uid_base = 0;  // of its weights, in the random counter
         Placement placement = Placement::full;
-        std::vector<Segment> mine, mine_whole;  // what this rank owns; whole weights apart (counted on rank 0 only)
-        std::vector<Segment>
-            whole_piece;           // of whole weights in an arena: what this rank sums before the pieces are gathered
-        std::vector<Segment> all;  // every element, for local accumulation into an arena
-        std::shared_ptr<Storage> buffer;  // arena or shard
-        int slot = -1;                    // staging in use, or the unit's own
-        std::int64_t uses = 0;            // declared visits of a block a micro-step, 0: not declared
-        std::int64_t expected = 1;        // visits after which nothing more is awaited
+        SegmentList mine, mine_whole;  // what this rank owns; whole weights apart (counted on rank 0 only)
+        SegmentList whole_piece;  // of whole weights in an arena: what this rank sums before the pieces are gathered
+        SegmentList all;          // every element, for local accumulation into an arena
+        std::vector<SegmentList> by_rank;  // what each rank owns, where slices are packed before they are sent
+        std::shared_ptr<Storage> buffer;   // arena or shard
+        bool offloaded = false;            // `buffer` is pinned host memory
+        Event ready;                       // on the caller's lane: this rank's contribution is complete
+        int slot = -1;                     // staging in use, or the unit's own
+        std::int64_t uses = 0;             // declared visits of a block a micro-step, 0: not declared
+        std::int64_t expected = 1;         // visits after which nothing more is awaited
         bool strict = false;  // `expected` was declared (uses, ties): finished when it is reached, not before
         Status status = Status::idle;
         int visits = 0;             // of this micro-step
@@ -143,6 +173,12 @@ class EngineManager : public GradientManager {
         int owner = -1;
         Ticket ticket = 0;
         bool draining = false;
+        Event consumed;  // this rank has read it
+    };
+    /// Device memory through which offloaded shards pass.
+    struct Bounce {
+        std::shared_ptr<Storage> memory;
+        Event loaded, summed;
     };
     struct Flight {
         int unit = -1, slot = -1;
@@ -157,7 +193,7 @@ class EngineManager : public GradientManager {
     virtual void on_notify_block(int /*block*/, std::int64_t /*layer*/) {}
     /// Adds what ranks contributed into the unit's accumulator: the only place where sums are made.
     virtual void accumulate_layer(Unit& unit, const ReduceArgs& args, std::span<const ReduceSource> sources,
-                                  std::span<const Segment> segments, ReduceStats* stats);
+                                  const SegmentList& segments, ReduceStats* stats, Lane lane);
 
   private:
     enum class Stage : std::uint8_t { fresh, inside, between, complete };
@@ -191,8 +227,13 @@ class EngineManager : public GradientManager {
     void refuse_impossible() const;
     void agree(const std::string& refusal);
     std::shared_ptr<Storage> allocate(std::int64_t bytes, std::int64_t& account, bool shareable);
+    void prepare_lists();
     // engine_exchange.cpp: collectives in plan order
     bool staged(const Unit& unit) const;
+    bool receives(const Unit& unit) const;
+    template <class Body>
+    void with_buffer(Unit& unit, bool read, bool write, Lane lane, Body&& body);
+    void order_after(Slot& slot);
     bool exchanged(const Unit& unit) const;
     void acquire_slot(Unit& unit);
     static constexpr int kEverything = -1, kOnlyFinished = -2;  // for settle
@@ -208,6 +249,7 @@ class EngineManager : public GradientManager {
     void gather_full();
     void gather_unit(std::size_t unit, bool everything);
     void gather_staged(const Unit& unit);
+    void gather_on_device(const Unit& unit);
     std::vector<Segment> whole_pieces(const Unit& unit, int rank) const;
     void finish_unit(Unit& unit);
     RoundingKey rounding_key(RoundingSite site, int micro_step) const;
@@ -219,19 +261,31 @@ class EngineManager : public GradientManager {
     TensorShard shard_of(const Unit& unit, const WeightDesc& weight, const WeightSlot& slot) const;
     std::string full_name(int block, std::int64_t layer, const WeightDesc& weight) const;
     const WeightDesc& weight_desc(const Unit& unit, const WeightSlot& slot) const;
-    ReduceStats measure_unit(const Unit& unit) const;
-    std::string nonfinite_names() const;
+    ReduceStats measure_unit(Unit& unit);
+    void measure_everything();
+    void share_totals();
+    void resolve_nonfinite();
+    std::string nonfinite_names();
     void fill_cleared();
 
     TensorShard weight_shard(int weight);
     TensorContainer block_shard(int block, std::int64_t layer);
     double norm();
+    void norm_on_device();
     void multiply(double factor);
+
+    // engine_state.cpp
+    void remembering(const std::function<void()>& collective);
+    void check_states(std::span<const SavedState> states) const;
+    bool restore_unit(Unit& unit, std::span<const SavedState> states,
+                      std::span<const std::map<std::string, const SavedGradient*>> by_name);
+    void require_free_divisor() const;
 
     ModelDesc model_;
     StrategyDesc strategy_;
     std::shared_ptr<Communicator> comm_;
     Options options_;
+    std::shared_ptr<Backend> backend_;
     std::uint64_t resets_ = 0;  // of the communicator, as this manager knows it
     int process_ = 0;           // that built it: a forked child shares memory with its parent
     DType accumulator_;
@@ -247,6 +301,9 @@ class EngineManager : public GradientManager {
     std::vector<Slot> slots_;
     int block_slots_ = 0;
     Slot full_exchange_;
+    std::array<Bounce, 2> bounces_;
+    std::size_t next_bounce_ = 0;
+    Event totals_ready_, totals_read_;
     std::deque<Flight> flights_;
     std::size_t next_ = 0;  // first unit in plan order that this micro-step has not issued
 
@@ -254,9 +311,15 @@ class EngineManager : public GradientManager {
     int micro_step_ = -1, micro_steps_ = 0;
     std::int64_t step_ = 0;
     double divide_ = 1.0;
+    bool divide_given_ = false;  // for this step, instead of the mean over ranks
+    bool divide_fixed_ = false;  // what was loaded has been scaled for the mean over another number of ranks
     std::string failure_;
     bool closed_ = false, cleared_ = false;
     std::optional<double> norm_squared_;
+    bool norm_known_ = false;     // on the device
+    bool unresolved_ = false;     // the device knows whether the step is to be skipped, the host not yet
+    bool captured_ = false;       // a step was captured into a CUDA graph: the device counts steps
+    bool device_divide_ = false;  // the step's divisor is in device memory
     std::int64_t nonfinite_ = 0, skipped_steps_ = 0;
     bool step_skipped_ = false;
     std::vector<int> weight_visits_;

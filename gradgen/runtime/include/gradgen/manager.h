@@ -29,7 +29,9 @@ struct Options {
     std::optional<double> divide;  // unset: the mean over ranks
     int block_buffers = 2;
     NonFinite nonfinite = NonFinite::ignore;
-    bool poison = false;  // debugging: fill handed-out memory that must be overwritten with NaN
+    Device device;         // where gradients lie
+    bool offload = false;  // GPU: keep block shards in pinned host memory
+    bool poison = false;   // debugging: fill handed-out memory that must be overwritten with NaN
 };
 
 /// A block handed out for writing. `accumulate` false: overwrite (zeroed weights hold zeros, others anything); true:

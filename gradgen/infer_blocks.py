@@ -1,0 +1,132 @@
+"""From kinds of blocks to the blocks of a spec: kinds that differ in a few weights are one block with conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from gradgen.infer_facts import Facts, Parameter
+from gradgen.infer_ids import kind_words, stack_ids, weight_ids
+from gradgen.infer_indices import rule
+from gradgen.infer_stacks import Kind, Structure
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight of the spec. `parameter` is its first occurrence, `relative` its name in the block."""
+
+    id: str
+    relative: str
+    parameter: Parameter
+    indices: tuple[int, ...] = ()  # of the blocks that have it; () outside
+    when: str = ""
+    switch: str = (
+        ""  # the key of a configuration that makes this weight; it is not there as the configuration is
+    )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One block of the spec."""
+
+    id: str
+    prefix: str
+    count: int
+    at: str | list[int]  # "" for all
+    indices: tuple[int, ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix}.{{i}}"
+
+
+def outside_entries(facts: Facts, found: Structure, taken: Sequence[str]) -> tuple[Entry, ...]:
+    ids = weight_ids([p.name for p in found.outside], outside=True, taken=taken)
+    return with_biases(facts, tuple(Entry(ids[p.name], p.name, p) for p in found.outside))
+
+
+def with_biases(facts: Facts, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries, and after each weight the bias that it has where a yes/no key is turned over."""
+    out: list[Entry] = []
+    taken = {entry.id for entry in entries}
+    for entry in entries:
+        out.append(entry)
+        if entry.parameter.leaf != "weight" or entry.parameter.owner:
+            continue
+        name = f"{entry.parameter.name.removesuffix('weight')}bias"
+        for switch in facts.switches:
+            id = f"{entry.id.removesuffix('_proj')}_bias"
+            if switch.harmless and name in switch.added and id not in taken:
+                bias = Parameter(name, switch.added[name], True, "", entry.parameter.module)
+                relative = f"{entry.relative.removesuffix('weight')}bias"
+                out.append(Entry(id, relative, bias, entry.indices, entry.when, switch.key))
+                taken.add(id)
+                break
+    return tuple(out)
+
+
+def stacks(facts: Facts, found: Structure) -> tuple[Stack, ...]:
+    """The blocks in the order of the model, kinds of one stack side by side."""
+    causal = any(
+        word in facts.summary for word in ("CausalLM", "LMHead", "TextModel", "ConditionalGeneration")
+    )
+    groups = [(prefix, list(kinds)) for prefix, kinds in groupby(found.kinds, key=lambda kind: kind.prefix)]
+    names = stack_ids([prefix for prefix, _ in groups], causal, taken=())
+    out: list[Stack] = []
+    for prefix, kinds in groups:
+        merged = _merge(kinds)
+        if merged is not None:
+            out.append(replace(merged, id=names[prefix]))
+            continue
+        words = kind_words([[kind.relative(p) for p in kind.weights] for kind in kinds])
+        out += [
+            replace(_one(kind), id=f"{names[prefix]}_{word}" if word else names[prefix])
+            for kind, word in zip(kinds, words, strict=True)
+        ]
+    return tuple(replace(stack, entries=with_biases(facts, stack.entries)) for stack in out)
+
+
+def _one(kind: Kind) -> Stack:
+    relative = [kind.relative(p) for p in kind.weights]
+    ids = weight_ids(relative, outside=False)
+    entries = tuple(
+        Entry(ids[name], name, p, kind.indices) for name, p in zip(relative, kind.weights, strict=True)
+    )
+    return Stack("", kind.prefix, len(kind.stack), rule(kind.indices, kind.stack), kind.indices, entries)
+
+
+def _merge(kinds: Sequence[Kind]) -> Stack | None:
+    """One block for kinds that differ in few weights, none of which has two shapes; None where they differ in more."""
+    if len(kinds) == 1:
+        return _one(kinds[0])
+    union: dict[str, tuple[Parameter, set[int]]] = {}
+    order: list[str] = []
+    for kind in kinds:
+        last = -1
+        for p in kind.weights:
+            name = kind.relative(p)
+            if name not in union:
+                union[name] = (p, set())
+                order.insert(last + 1, name)
+            first = union[name][0]
+            inner = p.owner.removeprefix(kind.block(kind.indices[0]))
+            other = first.owner.removeprefix(first.name.removesuffix(name))
+            if (first.shape, first.trainable, other) != (p.shape, p.trainable, inner):
+                return None
+            union[name][1].update(kind.indices)
+            last = order.index(name)
+    stack = kinds[0].stack
+    optional = [name for name in order if union[name][1] != set(stack)]
+    if len(optional) > max(1, (len(order) - len(optional)) // 4):
+        return None
+    rules = {name: rule(sorted(union[name][1]), stack) for name in optional}
+    if not all(isinstance(text, str) for text in rules.values()):
+        return None
+    ids = weight_ids(order, outside=False)
+    entries = tuple(
+        Entry(ids[name], name, union[name][0], tuple(sorted(union[name][1])), str(rules.get(name, "")))
+        for name in order
+    )
+    return Stack("", kinds[0].prefix, len(stack), "", stack, entries)
