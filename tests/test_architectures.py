@@ -70,6 +70,14 @@ def test_tiny_models_with_other_choices(spec: str) -> None:
         assert declared(MODELS[spec], from_hf(MODELS[spec], module.config)) == built(module), keys
 
 
+@pytest.mark.parametrize("spec", ARCHITECTURES)
+def test_a_dict_of_the_configuration_says_the_same(spec: str) -> None:
+    """As far as it says it: the number of labels is only in the configuration's class."""
+    config = ARCHITECTURES[spec].configuration(ARCHITECTURES[spec].tiny)
+    whole = from_hf(MODELS[spec], config)
+    assert from_hf(MODELS[spec], config.to_dict()) == {k: v for k, v in whole.items() if k != "labels"}
+
+
 def test_masked_language_models_have_no_pooler() -> None:
     with torch.device("meta"):
         module = transformers.BertForMaskedLM(transformers.BertConfig())

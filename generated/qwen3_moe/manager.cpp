@@ -6,7 +6,7 @@ namespace gradgen::models::qwen3_moe {
 namespace {
 
 constexpr std::string_view kName = "qwen3_moe";
-constexpr std::string_view kKey = "46eccfac29969bc4";  // of everything the spec means
+constexpr std::string_view kKey = "9975a7d44a086a5f";  // of everything the spec means
 
 constexpr std::array<std::string_view, 12> kConfigNames = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn",
         "moe_ffn", "experts", "sparse_step", "tied_embeddings", "attention_bias"};

@@ -31,7 +31,7 @@ class Config(BaseConfig):
         image: int = ...,
         patch: int = ...,
         channels: int = ...,
-        labels: int = ...,
+        labels: int,
         qkv_bias: bool = ...,
     ) -> None: ...
     @classmethod

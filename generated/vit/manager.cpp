@@ -6,7 +6,7 @@ namespace gradgen::models::vit {
 namespace {
 
 constexpr std::string_view kName = "vit";
-constexpr std::string_view kKey = "9a8c6e03611ed67f";  // of everything the spec means
+constexpr std::string_view kKey = "e5925736e47f36cf";  // of everything the spec means
 
 constexpr std::array<std::string_view, 9> kConfigNames = {"hidden", "layers", "heads", "ffn", "image", "patch", "channels", "labels",
         "qkv_bias"};
@@ -85,7 +85,7 @@ Config Config::from(const ConfigValues& values) {
     c.image = read.dim("image", [&] { return 224; });       // specs/vit.yaml:10
     c.patch = read.dim("patch", [&] { return 16; });        // specs/vit.yaml:11
     c.channels = read.dim("channels", [&] { return 3; });   // specs/vit.yaml:12
-    c.labels = read.dim("labels", [&] { return 1000; });    // specs/vit.yaml:13
+    c.labels = read.dim("labels");                          // specs/vit.yaml:13
     read.finish();
     c.validate();
     return c;
@@ -93,19 +93,19 @@ Config Config::from(const ConfigValues& values) {
 
 Config Config::preset(std::string_view name) {
     if (name == "vit-base-patch16-224") {  // specs/vit.yaml:23
-        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}});
+        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}, {"labels", 1000}});
     }
     if (name == "vit-base-patch16-384") {  // specs/vit.yaml:24
-        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}, {"image", 384}});
+        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}, {"labels", 1000}, {"image", 384}});
     }
     if (name == "vit-base-patch32-384") {  // specs/vit.yaml:25
-        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}, {"image", 384}, {"patch", 32}});
+        return from({{"hidden", 768}, {"layers", 12}, {"heads", 12}, {"labels", 1000}, {"image", 384}, {"patch", 32}});
     }
     if (name == "vit-large-patch16-224") {  // specs/vit.yaml:26
-        return from({{"hidden", 1024}, {"layers", 24}, {"heads", 16}});
+        return from({{"hidden", 1024}, {"layers", 24}, {"heads", 16}, {"labels", 1000}});
     }
     if (name == "vit-large-patch32-384") {  // specs/vit.yaml:27
-        return from({{"hidden", 1024}, {"layers", 24}, {"heads", 16}, {"image", 384}, {"patch", 32}});
+        return from({{"hidden", 1024}, {"layers", 24}, {"heads", 16}, {"labels", 1000}, {"image", 384}, {"patch", 32}});
     }
     throw unknown_choice(kName, "preset", name, kPresets);
 }

@@ -21,7 +21,7 @@ struct Config {
     std::int64_t image = 0;     // default 224; specs/vit.yaml:10
     std::int64_t patch = 0;     // default 16; specs/vit.yaml:11
     std::int64_t channels = 0;  // default 3; specs/vit.yaml:12
-    std::int64_t labels = 0;    // default 1000; specs/vit.yaml:13
+    std::int64_t labels = 0;    // specs/vit.yaml:13
     bool qkv_bias = true;       // specs/vit.yaml:16
 
     /// Fills in defaults and checks. Throws one ConfigError that names everything missing, unknown or out of range.
