@@ -126,10 +126,11 @@ def from_hf(model: Model, config: Any) -> dict[str, int | bool]:
             return None
         return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
-    values: dict[str, int | bool] = {}
+    values: dict[str, int | bool | None] = {}
     model_type = str(read("model_type"))
     for dim in model.dims:
-        values[dim.name] = read(dim.hf)
+        found = [value for value in map(read, (dim.hf, *dim.hf_others)) if value is not None]
+        values[dim.name] = found[0] if found else None
     for flag in model.flags:
         values[flag.name] = dict(flag.hf_model_types).get(model_type, read(flag.hf))
     return {name: value for name, value in values.items() if value is not None}

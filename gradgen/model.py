@@ -32,6 +32,7 @@ class Dim:
     default: Expr | None
     place: Place
     min: int = 1  # 0 or 1
+    hf_others: tuple[str, ...] = ()  # keys that stand for it where `hf` is not there
 
 
 @dataclass(frozen=True)

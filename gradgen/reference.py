@@ -94,7 +94,12 @@ def _words(entry: dict[str, Any]) -> Iterator[str]:
         if name == "string" and "enum" in short:
             yield from (f"`{value}`" for value in short["enum"])
         else:
-            yield {"string": "text", "boolean": "`true`, `false`", "object": "mapping"}.get(name, str(name))
+            yield {
+                "string": "text",
+                "boolean": "`true`, `false`",
+                "object": "mapping",
+                "array": "list",
+            }.get(name, str(name))
 
 
 def _plural(text: str) -> str:

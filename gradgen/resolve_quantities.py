@@ -31,7 +31,9 @@ def dims(scope: Scope) -> tuple[Dim, ...]:
         scope.identifier(place, name, "dim", bad_quantity)
         default = entry.get("default")
         expr = None if default is None else scope.size(("dims", name, "default"), default, scope.dim_names)
-        parsed[name] = Dim(name, entry.get("hf"), expr, place, entry.get("min", 1))
+        keys = entry.get("hf")
+        keys = keys if isinstance(keys, list) else [keys]
+        parsed[name] = Dim(name, keys[0], expr, place, entry.get("min", 1), tuple(keys[1:]))
     needs = {
         name: sorted(names(dim.default) & parsed.keys()) if dim.default else []
         for name, dim in parsed.items()

@@ -48,6 +48,7 @@ def model_to_json(model: Model) -> str:
                 hf=d.hf,
                 default=_text(d.default),
                 min=d.min if d.min != 1 else None,
+                hf_others=list(d.hf_others) or None,
                 at=at(d.place),
             )
             for d in model.dims
@@ -132,7 +133,14 @@ def model_from_json(text: str) -> Model:
         name=data["name"],
         summary=data["summary"],
         dims=tuple(
-            Dim(d["name"], d.get("hf"), _parse(d.get("default")), place(d), d.get("min", 1))
+            Dim(
+                d["name"],
+                d.get("hf"),
+                _parse(d.get("default")),
+                place(d),
+                d.get("min", 1),
+                tuple(d.get("hf_others", ())),
+            )
             for d in data["dims"]
         ),
         flags=tuple(

@@ -19,6 +19,7 @@ import yaml
 
 from gradgen.diagnostics import SpecError, UsageError
 from gradgen.explain import explanations
+from gradgen.render import render
 from gradgen.resolve import check, check_text
 
 INVALID = Path(__file__).with_name("invalid")
@@ -159,6 +160,14 @@ JUNK += [
     {"rows": "k"},
     "tied",
     "layers",
+    "i",
+    "i // 0",
+    "x.{e}",
+    [0, 5],
+    ["attention", {"group": "attention", "as": "two", "name": "x"}],
+    {"weight": "shared", "block": "encoder", "at": "i - 1"},
+    [{"name": "a.{e}", "size": "hidden"}],
+    {"sharded": 1},
 ]
 
 
@@ -170,9 +179,12 @@ def paths(data, path=()):
         yield from paths(value, (*path, key))
 
 
-def test_random_values_anywhere_never_escape():
+@pytest.mark.parametrize("name", ["mini", "kinds", "sharing"])
+def test_random_values_anywhere_never_escape(name):
     """Wrong structure is mended for the checks of names: no combination of mistakes may break those."""
-    good = yaml.safe_load((INVALID.parent / "specs" / "mini.yaml").read_text())
+    good = yaml.safe_load((INVALID.parent / "specs" / f"{name}.yaml").read_text())
+    sizes = {"hidden": 3, "layers": 2, "vocab": 5}
+    good["presets"] = {"tiny": {key: value for key, value in sizes.items() if key in good["dims"]}}
     chance = random.Random(11)
     for _ in range(100):
         data = copy.deepcopy(good)
@@ -186,7 +198,7 @@ def test_random_values_anywhere_never_escape():
             else:
                 del parent[key]
         try:
-            check_text(yaml.safe_dump(data, sort_keys=False), "spec.yaml")
+            render(check_text(yaml.safe_dump(data, sort_keys=False), "spec.yaml"))
         except SpecError as error:
             assert all(line.startswith("spec.yaml:") for line in str(error).split("\n"))
 

@@ -71,6 +71,26 @@ def test_blocks_with_one_name_are_visited_together_by_default() -> None:
     ]
 
 
+def test_stages_of_blocks_are_a_block_each() -> None:
+    """Two levels of indices, as in Swin: every stage has its own sizes and its own count."""
+    stages = "".join(
+        f"  stage{s}: {{count: depth{s}, name: 'encoder.layers.{s}.blocks.{{i}}', "
+        f"weights: {{w: {{shape: [{2**s} * hidden], name: norm.weight}}}}}}\n"
+        for s in range(3)
+    )
+    dims = "dims: {hidden: {}, depth0: {}, depth1: {}, depth2: {}}\n"
+    swin = check_text(f"gradgen: 1\nmodel: swin\n{dims}blocks:\n{stages}")
+    result = plan(swin, values={"hidden": 100, "depth0": 2, "depth1": 6, "depth2": 2}, dp=2)
+    assert [(run.unit, len(run.layers)) for run in result.order] == [
+        ("stage2", 2),
+        ("stage1", 6),
+        ("stage0", 2),
+    ]
+    assert [arena.numel for arena in result.arenas] == [128, 256, 512]
+    concrete = materialize(swin, configure(swin, dict(result.values)))
+    assert concrete.blocks[1].name == "encoder.layers.1.blocks.{i}"
+
+
 def test_json_round_trip() -> None:
     assert model_from_json(model_to_json(check(SPEC))) == check(SPEC)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gradgen
 from gradgen.configure import configure, materialize
@@ -13,7 +14,8 @@ from gradgen.diagnostics import ConfigError, StateError
 from gradgen.plan import layout_text
 from gradgen.resolve import check, check_text
 from gradgen.serialize import model_from_json, model_to_json
-from tests.steps import Steps
+from gradgen.torch import AttachError, ShardedOptimizer, attach
+from tests.steps import Steps, gradient
 from tests.support import SPECS, STRATEGIES, assemble, model, run_ranks, shards
 
 SPEC = SPECS / "sharing.yaml"
@@ -126,10 +128,79 @@ def test_the_owner_hands_out() -> None:
 def test_a_block_that_waits_for_more_uses_keeps_its_buffer() -> None:
     def body(rank: int, comm: Any) -> None:
         grads = manager(comm, "sharded")
-        with pytest.raises(StateError, match="more blocks are in use at once than block_buffers = 2 holds"):
+        with pytest.raises(StateError, match="raise block_buffers"):
             Steps(SPEC, grads, {"again": 3}).run(rank, 1)
 
     run_ranks(2, body)
+
+
+class Leaf(torch.nn.Module):
+    """Parameters under the names of a spec; tied ones are one. Its forward pass uses each where the spec does."""
+
+    def __init__(self, records: list[Any]) -> None:
+        super().__init__()
+        self.uses: list[tuple[str, torch.nn.Parameter]] = []
+        made: dict[str, Any] = {}
+        for record in sorted(records, key=lambda record: record.tied_to is not None):
+            place: Any = self
+            *path, leaf = record.name.split(".")
+            for part in path:
+                if not hasattr(place, part):
+                    place.add_module(part, torch.nn.Module())
+                place = getattr(place, part)
+            if record.buffer:
+                place.register_buffer(leaf, torch.zeros(record.shape))
+                continue
+            owner = made.get(record.tied_to)
+            made[record.name] = torch.nn.Parameter(torch.zeros(record.shape)) if owner is None else owner
+            place.register_parameter(leaf, made[record.name])
+        self.made = made
+
+    def forward(self, steps: Steps, rank: int, micro_step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for block, place, visit in reversed(list(steps.places())):
+            for use in steps.uses(block, place):
+                value = gradient(use.name, use.shape, rank, micro_step, visit)
+                total = total + (self.made[use.name] * torch.from_numpy(value)).sum()
+        return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_attach_brings_all_uses_at_once(strategy: str) -> None:
+    """Autograd sums the uses of a shared tensor itself. Blocks that are declared to have more do not hold others up."""
+
+    def body(rank: int, comm: Any) -> Any:
+        grads = manager(comm, strategy, poison=True)
+        module, steps = Leaf(grads.weights()), Steps(SPEC, grads, {"again": 3})
+        attach(module, grads)
+        for _ in range(2):
+            for m in range(2):
+                with grads.micro_step(m, 2):
+                    module(steps, rank, m).backward()
+            assert tuple(grads.trace()) == grads.plan_for(2).trace(strategy)
+        return shards(grads), steps.expected(2, 2)
+
+    ranks = run_ranks(2, body)
+    results, wanted = assemble([mine for mine, _ in ranks]), ranks[0][1]
+    assert set(results) == set(wanted)
+    for name, got in results.items():
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_weight_decay_and_buffers_come_from_the_spec() -> None:
+    grads = manager()
+    module = Leaf(grads.weights())
+    optimizer = ShardedOptimizer(torch.optim.AdamW, module, grads, weight_decay=0.5)
+    plain = {record.name for record in grads.weights() if not record.decay and not record.buffer}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert len(optimizer.param_groups[1]["params"]) == len(plain) == 9
+    every = ShardedOptimizer(torch.optim.AdamW, Leaf(grads.weights()), grads, weight_decay=0.5, no_decay=())
+    assert [group["weight_decay"] for group in every.param_groups] == [0.5]
+    del module.enc.get_submodule("1")._buffers["mean"]
+    with pytest.raises(AttachError, match="enc.1.mean: a buffer in the spec, not in the model"):
+        attach(module, grads)
 
 
 @pytest.mark.slow

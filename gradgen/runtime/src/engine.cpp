@@ -182,6 +182,11 @@ bool EngineManager::visit(Unit& unit, int weight) {
                          ": it was taken as not visited, because blocks behind it came first and every buffer was in "
                          "use; raise block_buffers (now " +
                          std::to_string(options_.block_buffers) + ") or mend the order under `backward`");
+    if (unit.status == Status::done && unit.visits < unit.expected && unit.strict)
+        throw StateError(at + ": visit " + std::to_string(unit.visits + 1) + " of " + std::to_string(unit.expected) +
+                         " comes after its gradients were summed, because every buffer was in use; raise block_buffers "
+                         "(now " +
+                         std::to_string(options_.block_buffers) + ")");
     if (unit.status == Status::sent || unit.status == Status::done)
         throw StateError(at + ": visit " + std::to_string(unit.visits + 1) +
                          " comes after its gradients were summed; declare the number of visits in the spec (uses: " +

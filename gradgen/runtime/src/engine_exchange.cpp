@@ -92,7 +92,7 @@ void EngineManager::acquire_slot(Unit& unit) {
             s = take(false);
         } else {
             s = take(true);
-            if (s < 0) make_room();
+            if (s < 0) make_room(static_cast<std::size_t>(self));
         }
     }
     order_after(slots_[static_cast<std::size_t>(s)]);
@@ -105,12 +105,15 @@ void EngineManager::free_slot(Unit& unit) {
     if (unit.block >= 0) unit.slot = -1;
 }
 
-// Every buffer holds a finished block that waits for one before it in plan order. Those before it are taken as not
-// visited, or as finished.
-void EngineManager::make_room() {
+// Every buffer holds a block that waits for one before it in plan order, or for more uses of itself, which by the plan
+// come before the unit that asks for room. Those before it are taken as not visited, or as finished.
+void EngineManager::make_room(std::size_t asking) {
     std::size_t ready = next_;
-    while (ready < units_.size() && !(units_[ready].status == Status::sent && exchanged(units_[ready]) &&
-                                      units_[ready].placement == Placement::sharded)) {
+    const auto takeable = [&](std::size_t u) {
+        const bool finished = units_[u].status == Status::sent || (units_[u].status == Status::written && u < asking);
+        return finished && exchanged(units_[u]) && units_[u].placement == Placement::sharded;
+    };
+    while (ready < units_.size() && !takeable(ready)) {
         if (units_[ready].status == Status::out) {
             ready = units_.size();
             break;
@@ -123,7 +126,7 @@ void EngineManager::make_room() {
                          " holds; notify a block before getting the next, or raise block_buffers");
     for (; next_ <= ready; ++next_) {
         Unit& unit = units_[next_];
-        if (unit.status == Status::written) {  // it waits for more uses, and by the plan there are none
+        if (unit.status == Status::written) {
             unit.status = Status::sent;
             if (staged(unit) && unit.placement == Placement::full) accumulate_local(unit);
         }

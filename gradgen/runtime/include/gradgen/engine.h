@@ -242,7 +242,7 @@ class EngineManager : public GradientManager {
     void accumulate_local(Unit& unit);
     void free_slot(Unit& unit);
     void issue(bool flush);
-    void make_room();
+    void make_room(std::size_t asking);
     void post(int unit);
     void complete_front();
     void progress();
