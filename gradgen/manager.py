@@ -1,4 +1,4 @@
-"""The Python side of a built model: its configuration class, its manager class, and what needs no C++.
+"""The Python side of a built model: its manager class, and what needs no C++.
 
 A generated package calls `bind_package`; nothing here imports yaml, jinja2, jsonschema or torch.
 """
@@ -7,78 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from gradgen.built import BaseConfig, Package, typed_values
 from gradgen.device import CPU, OnStream, gpu_index
 from gradgen.diagnostics import ConfigError, UsageError
 from gradgen.records import WeightRecord, records, refuse_other_dtypes
 
 if TYPE_CHECKING:
-    from gradgen.model import Model
     from gradgen.plan import Plan
-
-
-class Package(NamedTuple):
-    """A built model: its native module and the folder that holds its text."""
-
-    native: Any
-    folder: Path
-    runtime: Any
-
-    def model(self) -> Model:
-        return _model(self.folder)
-
-
-@lru_cache(maxsize=64)
-def _model(folder: Path) -> Model:
-    from gradgen.serialize import model_from_json
-
-    return model_from_json((folder / "model.json").read_text(encoding="utf-8"))
-
-
-class BaseConfig:
-    """Dimensions and flags of a model, keyword-only. Defaults are filled in and requirements checked by the constructor."""
-
-    _package: Package
-
-    @classmethod
-    def preset(cls, name: str, **changes: int | bool) -> Any:
-        """A published size, with some values changed. Raises UsageError that lists the presets."""
-        from gradgen.configure import preset
-
-        return cls(**{**preset(cls._package.model(), name), **changes})
-
-    @classmethod
-    def from_hf(cls, config: Any, **changes: int | bool) -> Any:
-        """From a transformers configuration (or a dict with its keys). Raises ConfigError that names the keys it lacks."""
-        from gradgen.configure import from_hf, missing_hf
-
-        model = cls._package.model()
-        values = {**from_hf(model, config), **changes}
-        missing = missing_hf(model, values)
-        if missing:
-            from gradgen.diagnostics import ConfigError
-
-            raise ConfigError(
-                f"{model.name}: the configuration does not have {', '.join(missing)}; is it of another architecture? "
-                "What it lacks can be passed beside it: from_hf(config, dim=value)"
-            )
-        return cls(**values)
-
-    if TYPE_CHECKING:  # the native class has it
-
-        def values(self) -> dict[str, int]: ...
-
-    def __repr__(self) -> str:
-        return f"Config({', '.join(f'{k}={v}' for k, v in self.values().items())})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.values() == other.values()
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.values().items()))
 
 
 class BaseGradientManager:
@@ -141,7 +79,7 @@ class BaseGradientManager:
                 raise ValueError(f"{name} has no strategy {strategy!r}; it has {known}")
             refuse_other_dtypes(
                 package.model(),
-                _typed(package, config),
+                typed_values(package, config),
                 _dtype(dtype),
                 None if accumulator is None else _dtype(accumulator),
                 rounding,
@@ -306,7 +244,7 @@ class BaseGradientManager:
 
             self._plan[micro_steps] = plan(
                 self._package.model(),
-                values=_typed(self._package, self.config),
+                values=typed_values(self._package, self.config),
                 dp=self.world_size,
                 ga=micro_steps,
                 strategy=self.strategy,
@@ -321,7 +259,7 @@ class BaseGradientManager:
     def weights(self) -> list[WeightRecord]:
         """Every weight that exists in this configuration, in spec order, and then its buffers."""
         if self._records is None:
-            values = _typed(self._package, self.config)
+            values = typed_values(self._package, self.config)
             self._records = records(self._native.weights(), self._package.model(), values, self.layers)
         return list(self._records)
 
@@ -394,12 +332,6 @@ def bind_package(native: Any, package_file: str, strategies: tuple[str, ...]) ->
         {"_package": package, "_strategies": strategies, "__doc__": BaseGradientManager.__doc__},
     )
     return config, manager
-
-
-def _typed(package: Package, config: Any) -> dict[str, int | bool]:
-    """Values with flags as bools, as the planner wants them."""
-    flags = {flag.name for flag in package.model().flags}
-    return {name: bool(value) if name in flags else value for name, value in config.values().items()}
 
 
 def _dtype(dtype: Any) -> str:

@@ -1,6 +1,6 @@
 """The order in which gradients become ready; collectives follow it on every rank.
 
-runtime/src/engine_setup.cpp makes its units in the same order; every test that compares a trace with the plan
+runtime/src/engine_units.cpp makes its units in the same order; every test that compares a trace with the plan
 compares the two.
 """
 

@@ -112,6 +112,7 @@ void abort_and_reset(Communicator& comm) {
     auto arena = comm.allocate(4096);
     for (int round = 0; round < 5; ++round) {
         exchange(comm, arena->data, 0);
+        CHECK(comm.failure().empty());
         // Different numbers of offers outstanding, by rank.
         std::vector<Ticket> open;
         const bool culprit = comm.rank() == comm.world_size() - 1;
@@ -128,6 +129,7 @@ void abort_and_reset(Communicator& comm) {
               }) == "rank threw in layer 3");
         CHECK(seconds_since(start) < 1.0);
         CHECK(raises<CommError>([&] { comm.drained(open.back()); }) == "rank threw in layer 3");
+        CHECK(comm.failure() == "rank threw in layer 3");
         CHECK(raises<CommError>([&] { exchange(comm, nullptr, 0); }) == "rank threw in layer 3");
         comm.release(open.front());
         if (comm.rank() == 0) std::this_thread::sleep_for(20ms);

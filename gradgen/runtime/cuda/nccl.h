@@ -43,7 +43,8 @@ struct Nccl {
 inline constexpr int kNcclSum = 0, kNcclUint8 = 1, kNcclInProgress = 7;
 int nccl_type(DType type);
 
-/// The library at `path` (a file, or a name for the loader; "": what the process has among its global symbols). Throws CommError that says what is missing.
+/// The library at `path` (a file, or a name for the loader; "": what the process has among its global symbols). Throws
+/// CommError that says what is missing.
 const Nccl& open_nccl(const std::string& path);
 
 }  // namespace gradgen::cuda

@@ -135,6 +135,10 @@ class NcclCommunicator final : public Communicator {
     void all_gather(void* out, const void* in, std::size_t bytes) override { host_->all_gather(out, in, bytes); }
     void all_to_all(void* out, const void* in, std::size_t bytes) override { host_->all_to_all(out, in, bytes); }
 
+    std::string failure() override {
+        const std::lock_guard lock(mutex_);
+        return failure_;
+    }
     void abort(const std::string& why) override {
         fail(why, Kind::comm);
         host_->abort(why);
@@ -308,6 +312,13 @@ class NcclCommunicator final : public Communicator {
         while (!stop_) {
             wake_.wait_for(lock, std::chrono::milliseconds(50));
             if (stop_ || comm_ == nullptr) continue;
+            // A rank that gave up takes part in nothing any more, and its collectives here would wait for ever: also
+            // for a host that waits for the GPU and asks nobody.
+            const std::string elsewhere = host_->failure();
+            if (!elsewhere.empty()) {
+                fail_locked(elsewhere, Kind::comm);
+                continue;
+            }
             const std::string found = look();
             if (found.empty()) continue;
             lock.unlock();

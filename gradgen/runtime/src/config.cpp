@@ -76,7 +76,8 @@ void check_weights(const ModelDesc& model, const std::vector<WeightDesc>& weight
         } catch (const std::logic_error& error) {  // negative, or more than can be counted
             throw ConfigError(model.name + ": " + error.what());
         }
-        if (weight.uses < 0) throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " has a negative `uses`");
+        if (weight.uses < 0)
+            throw ConfigError(model.name + ": weight " + in_quotes(weight.id) + " has a negative `uses`");
         if (!weight.tied_to.empty()) check_tie(model, weights, weight);
     }
 }

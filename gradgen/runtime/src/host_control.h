@@ -49,7 +49,7 @@ struct Published {
     std::uint64_t length = 0;  // gather_objects: of this rank's string
     const void* pointer = nullptr;
     const void* event = nullptr;  // of a GPU, threads only
-    std::uint64_t bounce = 0;  // offset in the rank's bounce area
+    std::uint64_t bounce = 0;     // offset in the rank's bounce area
     ArenaRef arena;
     char what[kWhatBytes] = {};
 };
@@ -61,7 +61,7 @@ struct alignas(64) RankBlock {
     std::atomic<std::uint64_t> exchanges{0};  // of those, exchanges (for messages)
     alignas(
         64) std::array<std::atomic<std::uint64_t>, kRing> consumed{};  // sequence number + 1 of the last read, a slot
-    std::array<std::atomic<const void*>, kRing> read_event{};  // written before `consumed`; threads only
+    std::array<std::atomic<const void*>, kRing> read_event{};          // written before `consumed`; threads only
     alignas(64) std::atomic<std::uint64_t> reset_phase{0};  // odd: has entered a reset; even: has cleared its state
     std::atomic<std::uint32_t> left{0};
     std::atomic<std::uint32_t> failure{0};  // Failure, with `why`; valid once Control::failed names this rank

@@ -153,6 +153,11 @@ void HostWorld::fail(Failure failure, const std::string& why) {
     raise(failure, why);  // another rank's reset was faster
 }
 
+std::string HostWorld::failure() {
+    const std::uint32_t failed = control_->failed.load(std::memory_order_acquire);
+    return failed == 0 ? "" : std::string(control_->rank(static_cast<int>(failed) - 1).why);
+}
+
 void HostWorld::raise_if_failed() {
     const std::uint32_t failed = control_->failed.load(std::memory_order_acquire);
     if (failed == 0) return;

@@ -37,6 +37,7 @@ class HostWorld : public Communicator {
     void all_to_all(void* out, const void* in, std::size_t bytes) override;
 
     void abort(const std::string& why) override;
+    std::string failure() override;
     void reset() override;
     void close() override;
 

@@ -135,6 +135,9 @@ class Communicator {
 
     /// Marks the communicator failed and wakes every rank that waits: they raise CommError with `why`.
     virtual void abort(const std::string& why) = 0;
+    /// Why the communicator has failed, on this rank or another that can tell; "" while it has not. Never waits, and
+    /// may be called by another thread.
+    virtual std::string failure() { return ""; }
     /// Collective. Brings a failed communicator back: every rank must call it.
     virtual void reset() = 0;
     /// Leaves: other ranks that wait for this one raise PeerLost.
