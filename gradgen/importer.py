@@ -73,8 +73,6 @@ def wrong_device(folder: Path, model: str, device: str) -> str:
     build = _built(folder)
     if device.split(":")[0] != "cuda":
         return f"device must be 'cpu' or 'cuda', not {device!r}"
-    if build is not None and build.device == "cuda":
-        return f"{model} is built for CUDA, but this gradgen has managers on the CPU only: device='cpu'"
     loaded = build is not None and folder.name == build.module  # by gradgen.load, from the cache
     spec = _spec_of(folder, model)
     how = f'gradgen.load("{spec}", device="cuda")' if loaded else _command(folder, model, "cuda")
