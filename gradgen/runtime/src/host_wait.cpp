@@ -105,9 +105,11 @@ void HostWorld::look_at_missing(const Arrived& arrived, const Describe& describe
     for (int r = 0; r < world_; ++r) {
         if (r == rank_ || arrived(r)) continue;
         // Not the world's failure: this rank can still join the reset, where the other waits for it.
-        if (!resetting && in_reset(r) && !arrived(r))
+        if (!resetting && in_reset(r) && !arrived(r)) {
+            raise_if_failed();  // it aborted between this rank's last look and this one, and went on to its reset
             throw CommError(name(r) + " is in reset() but " + name(rank_) + " waits for it in " + describe() +
                             ": every rank must call reset()");
+        }
         const bool left = control_->rank(r).left.load(std::memory_order_acquire) != 0;
         if (!left && (!liveness || alive(r))) continue;
         if (arrived(r)) continue;  // its last act before it went
