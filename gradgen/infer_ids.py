@@ -138,7 +138,7 @@ def stack_ids(prefixes: Sequence[str], causal: bool, taken: Iterable[str]) -> di
             id = re.sub(r"_(layers?|blocks?)$", "", "_".join(telling[-2:])) or (
                 "decoder" if causal and "decoder" not in out.values() else path[-1]
             )
-        id = "_".join([re.sub(r"^(layers|blocks)$", r"\1", id), *numbers])
+        id = "_".join([re.sub(r"^(layers?|blocks?)$", "stage", id) if numbers else id, *numbers])
         id = re.sub(r"_+", "_", id).strip("_")
         id = id if re.match(r"[a-z]", id) else f"stack_{id}"
         candidate, number = id, 2

@@ -63,3 +63,21 @@ def _reversed(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) -
     ]
     rows += [(first[entry.relative], entry.id, False) for entry in outside]
     return [(item, many) for _, item, many in sorted(rows, key=lambda row: row[0], reverse=True)]
+
+
+def open_at_once(facts: Facts, blocks: Sequence[Stack]) -> int:
+    """The most blocks that have some of their gradients and not all: so many buffers a sharded strategy needs."""
+    if facts.backward is None:
+        return 0
+    names: dict[str, tuple[str, int]] = {}
+    for block in blocks:
+        for entry in block.entries:
+            for index in entry.indices:
+                names[f"{block.prefix}.{index}.{entry.relative}"] = (block.prefix, index)
+    spans: dict[tuple[str, int], list[int]] = {}
+    for place, name in enumerate(facts.backward.order):
+        if name in names:
+            span = spans.setdefault(names[name], [place, place])
+            span[1] = place
+    ends = [span[1] for span in spans.values()]
+    return max((sum(a <= end <= b for a, b in spans.values()) for end in ends), default=0)

@@ -29,6 +29,8 @@ LAYER_KEYS = [
     "n_layer",
     "n_layers",
     "num_layers",
+    "num_blocks",
+    "depth",
     "encoder_layers",
     "decoder_layers",
     "num_decoder_layers",

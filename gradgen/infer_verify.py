@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradgen.configure import ConcreteModel, ConcreteWeight, configure, materialize
+from gradgen.concrete import OUTSIDE, ConcreteModel, ConcreteWeight, materialize
+from gradgen.configure import configure
 from gradgen.diagnostics import ConfigError, SpecError
 from gradgen.infer_facts import Facts, InferError, Parameter
 from gradgen.model import Model
@@ -32,7 +33,7 @@ def verify(text: str, facts: Facts) -> tuple[Model, RoundTrip]:
     try:
         model = check_text(text, f"{facts.model}.yaml")
         values = dict(model.presets[0].values) if model.presets else {}
-        concrete = materialize(model, configure(model, values))
+        concrete = materialize(model, configure(model, values).values)
         planned = plan(model, values=values)
     except SpecError as error:
         raise InferError(
@@ -69,16 +70,20 @@ class Said:
 
 def _said(concrete: ConcreteModel) -> Iterator[tuple[str, Said]]:
     """Every weight of the spec by its full name, in spec order."""
-    yield from _group(concrete.weights, "")
+    scopes: list[tuple[str, int, str, tuple[ConcreteWeight, ...]]] = [(OUTSIDE, 0, "", concrete.weights)]
     for block in concrete.blocks:
         for i in block.layers:
-            yield from _group(block.weights, block.name.replace("{i}", str(i)) + ".")
-
-
-def _group(weights: tuple[ConcreteWeight, ...], prefix: str) -> Iterator[tuple[str, Said]]:
-    names = {weight.id: prefix + weight.name for weight in weights}
-    for weight in weights:
-        yield names[weight.id], Said(weight.shape, weight.trainable, names[weight.tie] if weight.tie else "")
+            scopes.append((block.id, i, block.name.replace("{i}", str(i)) + ".", block.weights))
+    names = {
+        (id, i, weight.id): prefix + weight.name for id, i, prefix, weights in scopes for weight in weights
+    }
+    for id, i, _, weights in scopes:
+        for weight in weights:
+            owner = ""
+            if weight.tie is not None:
+                at = (id, i) if weight.tie_block is None else (weight.tie_block, weight.tie_layer)
+                owner = names[(*at, weight.tie)]
+            yield names[id, i, weight.id], Said(weight.shape, weight.trainable, owner)
 
 
 def _problems(facts: Facts, said: dict[str, Said]) -> Iterator[str]:

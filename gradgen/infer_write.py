@@ -10,7 +10,7 @@ from gradgen.infer_blocks import Entry, Stack, outside_entries, stacks
 from gradgen.infer_dims import Dims, dim_name
 from gradgen.infer_facts import Facts, InferError, Parameter, Switch
 from gradgen.infer_indices import bounded_by
-from gradgen.infer_order import backward
+from gradgen.infer_order import backward, open_at_once
 from gradgen.infer_stacks import structure
 
 STRATEGIES = """\
@@ -24,6 +24,7 @@ strategies:
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./+\-]*(\{i\}[A-Za-z0-9_./+\-]*)?")
 _EXPERT = re.compile(r"(^|\.)experts\.[0-9]+\.")
 WIDTH = 118
+USUAL_BUFFERS = 2  # what managers have by default
 
 
 class Writer:
@@ -78,6 +79,12 @@ class Writer:
             self.notes.append(
                 f"sizes that depend on the configuration in a way that was not found, so they are numbers here: "
                 f"{listed(names)}"
+            )
+        wide = open_at_once(self.facts, self.blocks)
+        if wide > USUAL_BUFFERS:
+            self.notes.append(
+                f"gradients of {wide} blocks are unfinished at once, because some weights are used in several: sharded "
+                f"strategies need block_buffers={wide}"
             )
         if self.absent and self.facts.backward is not None:
             self.notes.append(
@@ -229,18 +236,25 @@ class Writer:
             owner = self.flags[flag].tied.get(name, "")
         if not owner:
             return ""
-        target = self._id(owner, block, entry)
-        return f"{{weight: {target}, when: {flag}}}" if flag else target
+        target = self._target(owner, block, entry)
+        if flag:
+            target["when"] = flag
+        return flow(target) if len(target) > 1 else target["weight"]
 
-    def _id(self, owner: str, block: Stack | None, entry: Entry) -> str:
-        """The id of the weight that owns a tensor, as seen from `block`."""
-        if block is None and owner in self.ids:
-            return self.ids[owner]
-        if block is not None:
-            start = entry.parameter.name.removesuffix(entry.relative)
-            for other in block.entries:
-                if f"{start}{other.relative}" == owner:
-                    return other.id
+    def _target(self, owner: str, block: Stack | None, entry: Entry) -> dict[str, str]:
+        """The weight that owns a tensor, as `block` names it."""
+        if owner in self.ids:
+            return {"weight": self.ids[owner]}
+        for other in self.blocks:
+            for index in other.indices if owner.startswith(f"{other.prefix}.") else ():
+                relative = owner.removeprefix(f"{other.prefix}.{index}.")
+                found = next(
+                    (e for e in other.entries if e.relative == relative and index in e.indices), None
+                )
+                if found is not None:
+                    own = f"{other.prefix}.{index}.{entry.relative}" == entry.parameter.name
+                    place = {} if own and other is block else {"block": other.id, "at": str(index)}
+                    return {"weight": found.id, **place}
         raise InferError(
             "the model shares parameters in a way that the spec language cannot say",
             [f"{entry.parameter.name}: is the same parameter as {owner}"],
@@ -271,7 +285,7 @@ def aligned(entries: Mapping[str, Mapping[str, str]], indent: int) -> list[str]:
 
 def rows(weights: Sequence[tuple[str, Mapping[str, str], str]], indent: int) -> list[str]:
     """One weight a line; ids are padded up to a width that most have."""
-    width = min(max((len(id) for id, _, _ in weights), default=0), 24) + 1
+    width = min(max((len(id) for id, _, _ in weights), default=0), 32) + 1
     return [
         f"{' ' * indent}{f'{id}:':<{width}} {flow(fields)}" + (f"  # {comment}" if comment else "")
         for id, fields, comment in weights
