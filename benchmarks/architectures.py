@@ -8,8 +8,8 @@ meta device: infer, and the round trip spec -> plan.
 tiny: real classes with tiny configurations (tiny_models.py): infer, build, attach, and one training step on two ranks for
 every strategy, whose gradients must equal plain autograd's to 1e-6 (fp32).
 
-Results are kept in .cache/architectures/ and used again while neither the spec nor gradgen has changed, so that a run that
-was stopped goes on where it was. Failures are listed with their reasons.
+Results are kept in .cache/architectures/ and used again while gradgen and this file have not changed, so that a run that was
+stopped goes on where it was, and several processes can share the models. Failures are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def tiny(chosen: Sequence[str], fresh: bool) -> Result:
 
     code = _hash(
         [
-            *(p for p in ROOT.glob("gradgen/**/*.py") if not p.name.startswith("infer")),
+            *ROOT.glob("gradgen/**/*.py"),
             *(p for p in ROOT.glob("gradgen/runtime/**/*") if p.is_file()),
             *ROOT.glob("templates/*"),
             *HERE.glob("architectures.py"),
@@ -264,12 +264,14 @@ def _each(
     part: str, names: Sequence[str], key: str, fresh: bool, measure: Callable[[str], Result | None]
 ) -> dict[str, Result]:
     """Measures one model after the other, keeps each result, and prints it."""
-    file = KEPT / f"{part}.json"
-    kept = json.loads(file.read_text()) if file.is_file() and not fresh else {}
+    folder = KEPT / part
+    folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Result] = {}
     for name in names:
-        if kept.get(name, {}).get("key") == key and kept[name]["ok"]:
-            results[name] = kept[name]
+        file = folder / f"{name}.json"
+        kept = json.loads(file.read_text()) if file.is_file() and not fresh else {}
+        if kept.get("key") == key and kept["ok"]:
+            results[name] = kept
         else:
             try:
                 found = measure(name)
@@ -277,9 +279,9 @@ def _each(
                 found = {"ok": False, "reason": _reason(error)}
             if found is None:
                 continue
-            results[name] = kept[name] = {**found, "key": key}
-            aside = file.with_suffix(".tmp")
-            aside.write_text(json.dumps(kept))
+            results[name] = {**found, "key": key}
+            aside = file.with_suffix(f".{os.getpid()}.tmp")
+            aside.write_text(json.dumps(results[name]))
             aside.replace(file)
         print(_row(name, results[name]), flush=True)
     return results

@@ -145,13 +145,18 @@ def _config(path: Path, name: str | None) -> Inferred:
 def _module_facts(
     module: torch.nn.Module, name: str | None, inputs: Mapping[str, Any] | None, loss: Any = None
 ) -> Facts:
-    from gradgen.infer_module import parameters_of
+    from gradgen.infer_module import buffers_of, parameters_of
 
     parameters = parameters_of(module)
     refuse_odd(parameters)
     config = getattr(module, "config", None)
     kind = str(getattr(config, "model_type", "") or snake(type(module).__name__))
-    facts = Facts(model_id(name or kind), f"{type(module).__name__} of {_origin(module)}", parameters)
+    facts = Facts(
+        model_id(name or kind),
+        f"{type(module).__name__} of {_origin(module)}",
+        parameters,
+        buffers_of(module),
+    )
     if hasattr(config, "get_text_config"):
         facts = _same_class(module, config, facts)
     return _with_pass(facts, module, inputs, loss)
@@ -170,7 +175,7 @@ def _same_class(module: torch.nn.Module, config: Any, facts: Facts) -> Facts:
         shapes = {p.name: p.shape for p in built.parameters}
         if shapes == {p.name: p.shape for p in facts.parameters}:
             _, built = facts_of(cls, config, facts.model)
-            return replace(built, parameters=facts.parameters, summary=facts.summary)
+            return replace(built, parameters=facts.parameters, buffers=facts.buffers, summary=facts.summary)
         return replace(facts, values=built.values, model_type=built.model_type, preset=built.preset)
     return facts
 

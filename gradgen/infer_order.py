@@ -31,7 +31,7 @@ def backward(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) ->
         if entry.parameter.owner:
             rows.append((-1, n, entry.id, False))  # another use of a tensor whose owner is complete later
         else:
-            rows.append((done.get(entry.relative, end), n, entry.id, False))
+            rows.append((done.get(entry.parameter.name, end), n, entry.id, False))
     return [(item, many) for _, _, item, many in sorted(rows, key=lambda row: (row[0], row[3], row[1]))]
 
 
@@ -61,7 +61,7 @@ def _reversed(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) -
         (first[prefix], [block.id for block in blocks if block.prefix == prefix], True)
         for prefix in dict.fromkeys(block.prefix for block in blocks)
     ]
-    rows += [(first[entry.relative], entry.id, False) for entry in outside]
+    rows += [(first[entry.parameter.name], entry.id, False) for entry in outside]
     return [(item, many) for _, item, many in sorted(rows, key=lambda row: row[0], reverse=True)]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from gradgen.diagnostics import UsageError, quote
 from gradgen.infer_facts import Facts, InferError, Parameter, Switch, Variant
-from gradgen.infer_module import parameters_of
+from gradgen.infer_module import buffers_of, parameters_of
 from gradgen.infer_stacks import structure
 
 MAX_CONFIG = 8 << 20
@@ -259,7 +259,7 @@ def _built(builder: Builder, attempts: Iterable[dict[str, Any]], keys: tuple[str
             continue
         data = module.config.get_text_config().to_dict()
         values = {k: data[k] for k in builder.integers if type(data.get(k)) is int}
-        yield Variant(keys, values, {p.name: p.shape for p in parameters})
+        yield Variant(keys, values, {p.name: p.shape for p in (*parameters, *buffers_of(module))})
 
 
 def switch(builder: Builder, parameters: tuple[Parameter, ...], base: dict[str, Any]) -> Iterator[Switch]:
@@ -313,6 +313,7 @@ def facts_of(cls: Any, config: Any, name: str, vary_keys: bool = True) -> tuple[
         model=name,
         summary=f"{cls.__name__} of transformers",
         parameters=parameters,
+        buffers=buffers_of(module),
         values=builder.integers,
         model_type=kind,
         preset=kind,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from gradgen.concrete import OUTSIDE, ConcreteModel, ConcreteWeight, materialize
 from gradgen.configure import configure
 from gradgen.diagnostics import ConfigError, SpecError
-from gradgen.infer_facts import Facts, InferError, Parameter
+from gradgen.infer_facts import EXPERT, Facts, InferError, Parameter
 from gradgen.model import Model
+from gradgen.records import records
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def verify(text: str, facts: Facts) -> tuple[Model, RoundTrip]:
         raise InferError("the spec language cannot say all of this model", [str(error)]) from None
     said = dict(_said(concrete))
     problems = list(_problems(facts, said))
+    problems += _buffer_problems(facts, model, planned.values)
     slots = sum(len(arena.slots) * arena.count for arena in planned.arenas)
     own = [p for p in facts.parameters if p.trainable and not p.owner]
     if not problems and slots != len(own):
@@ -66,6 +68,7 @@ class Said:
     shape: tuple[int, ...]
     trainable: bool
     owner: str
+    scope: tuple[str, int]  # block and index
 
 
 def _said(concrete: ConcreteModel) -> Iterator[tuple[str, Said]]:
@@ -81,9 +84,10 @@ def _said(concrete: ConcreteModel) -> Iterator[tuple[str, Said]]:
         for weight in weights:
             owner = ""
             if weight.tie is not None:
-                at = (id, i) if weight.tie_block is None else (weight.tie_block, weight.tie_layer)
-                owner = names[(*at, weight.tie)]
-            yield names[id, i, weight.id], Said(weight.shape, weight.trainable, owner)
+                here = weight.tie_block is None
+                block_id, layer = (id, i) if here else (str(weight.tie_block), weight.tie_layer)
+                owner = names[block_id, layer, weight.tie]
+            yield names[id, i, weight.id], Said(weight.shape, weight.trainable, owner, (id, i))
 
 
 def _problems(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
@@ -102,6 +106,30 @@ def _problems(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
     for name in said:
         if name not in known:
             yield f"{name}: in the spec, not in the model"
+    yield from _order(facts, said)
+
+
+def _buffer_problems(facts: Facts, model: Model, values: tuple[tuple[str, int | bool], ...]) -> Iterator[str]:
+    """Buffers that the spec states are the model's."""
+    known = {b.name: b.shape for b in facts.buffers}
+    layers: dict[str, list[int]] = {}
+    for block in materialize(model, dict(values)).blocks:
+        layers.setdefault(block.id, []).extend(block.layers)
+    for record in records((), model, dict(values), layers):
+        if known.get(record.name) != record.shape:
+            yield f"{record.name}: a buffer of shape {list(record.shape)} in the spec, not in the model"
+
+
+def _order(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
+    """Weights outside the blocks, and those of each block, stand as in named_parameters(); experts lie side by side."""
+    places = {p.name: place for place, p in enumerate(facts.parameters) if not EXPERT.search(p.name)}
+    last: dict[tuple[str, int], str] = {}
+    for name, entry in said.items():
+        before = last.get(entry.scope)
+        if name in places:
+            if before is not None and places[name] < places[before]:
+                yield f"{name}: stands after {before} in the spec, before it in the model"
+            last[entry.scope] = name
 
 
 def _tie(owner: str) -> str:
