@@ -151,7 +151,7 @@ def stack_ids(prefixes: Sequence[str], causal: bool, taken: Iterable[str]) -> di
 
 _SHOWS = {
     "attention": r"q_proj|qkv|query|attn",
-    "dense": r"gate_proj|up_proj|fc1|fc_in|w1|mlp|ffn|feed_forward",
+    "dense": r"(^|[._])(gate|up|down|fc|fc1|fc_in|w1|mlp|ffn|feed_forward)([._]|$)",
 }
 
 

@@ -29,10 +29,16 @@ def backward(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) ->
         rows.append((last, n, ids, True))
     for n, entry in enumerate(reversed(outside)):
         if entry.parameter.owner:
-            rows.append((-1, n, entry.id, False))  # another use of a tensor whose owner is complete later
+            rows.append((-1.0, n, entry.id, False))  # another use of a tensor whose owner is complete later
         else:
-            rows.append((done.get(entry.parameter.name, end), n, entry.id, False))
-    return [(item, many) for _, _, item, many in sorted(rows, key=lambda row: (row[0], row[3], row[1]))]
+            place = done.get(entry.parameter.name, end)
+            # One that is complete between the blocks of a stack comes after it: blocks do not wait for it then.
+            for prefixes in groups:
+                places = [p for prefix in prefixes for p in spans[prefix]]
+                if places and min(places) < place < max(places):
+                    place = max(places)
+            rows.append((place + 0.5, n, entry.id, False))
+    return [(item, many) for _, _, item, many in sorted(rows, key=lambda row: (row[0], row[1]))]
 
 
 def _interleaved(spans: dict[str, list[int]]) -> list[list[str]]:

@@ -103,6 +103,18 @@ def test_backward_is_the_order_in_which_gradients_came() -> None:
     assert order.index("head") < order.index("final_norm") < order.index(("layer",)) < order.index("embed")
 
 
+def test_a_weight_that_is_complete_between_blocks_comes_after_them() -> None:
+    class Between(Toy):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for i, layer in enumerate(self.layers):
+                x = layer(x) + (self.unused.sum() if i == 2 else 0)
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    text = gradgen.infer(Between(), inputs=IDS).text
+    assert "backward: [head, final_norm, final_norm_bias, {block: layer}, unused, embed, positions]" in text
+
+
 def test_without_inputs_every_gradient_starts_at_zero_and_the_spec_says_why() -> None:
     result = gradgen.infer(Toy())
     assert "zero: never" not in result.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import subprocess
 import sys
@@ -16,8 +17,14 @@ from gradgen.infer_transformers import build
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import architectures  # noqa: E402
 from tiny_models import CAUSAL, MODELS, make  # noqa: E402
+
+_found = importlib.util.spec_from_file_location(
+    "architectures_benchmark", ROOT / "benchmarks" / "architectures.py"
+)
+assert _found is not None and _found.loader is not None
+architectures = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(architectures)
 
 
 def sample(names: list[str], count: int) -> list[str]:
@@ -26,8 +33,9 @@ def sample(names: list[str], count: int) -> list[str]:
     return sorted(random.Random(done.stdout.strip()).sample(names, count))
 
 
+# bart: every block has weights that get no gradient.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sample(MODELS, 2))
+@pytest.mark.parametrize("name", list(dict.fromkeys(["bart", *sample(MODELS, 1)])))
 def test_a_tiny_model_trains_with_the_gradients_of_autograd(name: str, tmp_path: Path) -> None:
     result = architectures.train(name, tmp_path)
     assert result["ok"], result["reason"]
@@ -46,7 +54,7 @@ def test_a_class_with_its_default_configuration_round_trips(name: str) -> None:
     assert trip.trainable == sum(p.requires_grad for p in parameters)
 
 
-def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_seen() -> None:
     """The comparison itself: one element of one gradient that is 1e-4 off."""
     import torch
 
