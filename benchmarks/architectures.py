@@ -118,7 +118,7 @@ def tiny(chosen: Sequence[str], fresh: bool) -> Result:
             *(p for p in ROOT.glob("gradgen/runtime/**/*") if p.is_file()),
             *ROOT.glob("templates/*"),
             *HERE.glob("architectures.py"),
-            *HERE.glob("tiny_models.py"),
+            *HERE.glob("tiny_*.py"),
         ]
     )
     results = _each("tiny", chosen or MODELS, code, fresh, train)

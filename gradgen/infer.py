@@ -129,7 +129,8 @@ def infer_class(cls: type, config: Any, *, name: str | None = None) -> Inferred:
 
 
 def _config(path: Path, name: str | None) -> Inferred:
-    from gradgen.infer_transformers import class_for, facts_of, read_config
+    from gradgen.infer_config import class_for, read_config
+    from gradgen.infer_transformers import facts_of
 
     data = read_config(path)
     cls, config = class_for(data)
@@ -203,7 +204,7 @@ def _with_pass(
     tied = {p.owner for p in facts.parameters}
     several = [name for name, uses in shown.uses.items() if uses > 1 and name not in tied]
     if several:
-        from gradgen.infer_write import listed
+        from gradgen.infer_yaml import listed
 
         notes.append(
             f"used several times in a pass: {listed(several, 3)}; autograd sums before gradgen sees them, a backward pass "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
 
 from gradgen.identifiers import bad_identifier
 from gradgen.infer_blocks import BufferEntry, Entry, Stack, buffers, outside_entries, stacks
@@ -14,21 +12,11 @@ from gradgen.infer_ids import snake
 from gradgen.infer_indices import bounded_by
 from gradgen.infer_order import backward, open_at_once
 from gradgen.infer_stacks import structure
+from gradgen.infer_yaml import STRATEGIES, Row, aligned, flow, listed, name_text, printable, rows, scalar, yes
 
-STRATEGIES = """\
-strategies:
-  unsharded:          {blocks: full, collective: reduce_scatter}
-  sharded:            {blocks: sharded, collective: reduce_scatter}
-  sharded_all_to_all: {blocks: sharded, collective: all_to_all}
-  replicated:         {blocks: full, collective: all_reduce}
-  fully_sharded:      {blocks: sharded, non_blocks: sharded, collective: all_to_all}
-"""
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./+\-]*(\{i\}[A-Za-z0-9_./+\-]*)?")
 WIDTH = 118
 MIN_GROUP = 4  # weights that are worth a group
 USUAL_BUFFERS = 2  # what managers have by default
-
-Row = tuple[str, dict[str, str], str]  # id, fields and comment of a weight
 
 
 class Writer:
@@ -332,49 +320,3 @@ class Writer:
                 self.flags[name] = switch
                 return name
         return ""
-
-
-def aligned(entries: Mapping[str, Mapping[str, str]], indent: int) -> list[str]:
-    width = max(map(len, entries), default=0) + 1
-    return [f"{' ' * indent}{f'{name}:':<{width}} {flow(fields)}" for name, fields in entries.items()]
-
-
-def rows(weights: Sequence[tuple[str, Mapping[str, str], str]], indent: int) -> list[str]:
-    """One weight a line; ids are padded up to a width that most have."""
-    width = min(max((len(id) for id, _, _ in weights), default=0), 32) + 1
-    return [
-        f"{' ' * indent}{f'{id}:':<{width}} {flow(fields)}" + (f"  # {comment}" if comment else "")
-        for id, fields, comment in weights
-    ]
-
-
-def flow(fields: Mapping[str, object]) -> str:
-    return f"{{{', '.join(f'{key}: {value}' for key, value in fields.items())}}}"
-
-
-def name_text(name: str) -> str:
-    """A checkpoint name as YAML text; quoted where YAML could read it as something else."""
-    plain = _PLAIN.fullmatch(name) is not None and ("." in name or len(name) > 5)
-    return name if plain else f'"{name}"'
-
-
-def scalar(text: str) -> str:
-    """Any text as one line of YAML."""
-    text = printable(text)
-    if not re.search(r"[:#\"'\\\[\]{}]", text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def printable(text: str) -> str:
-    return "".join(char if " " <= char <= "~" else "?" for char in text)
-
-
-def yes(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def listed(names: Iterable[str], limit: int = 6) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
