@@ -15,7 +15,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ class Inferred:
     """A spec that was written, read back, planned and compared with the model."""
 
     model: str  # the id
+    preset: str  # the name of the model's own sizes among the presets; "" where the spec has no dims
     text: str  # YAML
     findings: tuple[str, ...]  # choices, and what could not be known; also comments of the text
     round_trip: RoundTrip
@@ -70,13 +71,18 @@ class Inferred:
 
 
 def infer(
-    module: torch.nn.Module, *, name: str | None = None, inputs: Mapping[str, Any] | None = None
+    module: torch.nn.Module,
+    *,
+    name: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Inferred:
     """The spec of a torch module. The module is not changed; on the meta device it needs no memory.
 
     name: the model's id (default: from its configuration or class). inputs: keyword arguments of one forward pass, for
     the backward pass that tells which gradients need zeros and which may be absent (default: what a transformers model
-    takes; the safe choice where nothing is known). Raises InferError, which lists every parameter that does not fit.
+    takes; the safe choice where nothing is known). loss: from the output to a scalar (default: its `loss`, else the sum of
+    its logits or tensors). Raises InferError, which lists every parameter that does not fit.
     """
     try:
         import torch
@@ -84,7 +90,7 @@ def infer(
         raise UsageError(f"gradgen.infer needs the package torch ({error}); pip install torch") from None
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"gradgen.infer takes a torch.nn.Module, not a {type(module).__name__}")
-    return _spec(_module_facts(module, name, inputs))
+    return _spec(_module_facts(module, name, inputs, loss))
 
 
 def infer_file(model: str | os.PathLike[str], *, name: str | None = None) -> Inferred:
@@ -119,11 +125,12 @@ def infer_class(cls: type, config: Any, *, name: str | None = None) -> Inferred:
     from gradgen.infer_transformers import facts_of
 
     module, facts = facts_of(cls, config, model_id(name or str(config.model_type)))
-    return _spec(_with_pass(facts, module, None))
+    return _spec(_with_pass(facts, module))
 
 
 def _config(path: Path, name: str | None) -> Inferred:
-    from gradgen.infer_transformers import class_for, facts_of, read_config
+    from gradgen.infer_config import class_for, read_config
+    from gradgen.infer_transformers import facts_of
 
     data = read_config(path)
     cls, config = class_for(data)
@@ -133,20 +140,27 @@ def _config(path: Path, name: str | None) -> Inferred:
             "the configuration asks for quantised weights; these are the gradients of the weights before that"
         )
         facts = replace(facts, notes=(*facts.notes, note))
-    return _spec(_with_pass(facts, module, None))
+    return _spec(_with_pass(facts, module))
 
 
-def _module_facts(module: torch.nn.Module, name: str | None, inputs: Mapping[str, Any] | None) -> Facts:
-    from gradgen.infer_module import parameters_of
+def _module_facts(
+    module: torch.nn.Module, name: str | None, inputs: Mapping[str, Any] | None, loss: Any = None
+) -> Facts:
+    from gradgen.infer_module import buffers_of, parameters_of
 
     parameters = parameters_of(module)
     refuse_odd(parameters)
     config = getattr(module, "config", None)
     kind = str(getattr(config, "model_type", "") or snake(type(module).__name__))
-    facts = Facts(model_id(name or kind), f"{type(module).__name__} of {_origin(module)}", parameters)
+    facts = Facts(
+        model_id(name or kind),
+        f"{type(module).__name__} of {_origin(module)}",
+        parameters,
+        buffers_of(module),
+    )
     if hasattr(config, "get_text_config"):
         facts = _same_class(module, config, facts)
-    return _with_pass(facts, module, inputs)
+    return _with_pass(facts, module, inputs, loss)
 
 
 def _same_class(module: torch.nn.Module, config: Any, facts: Facts) -> Facts:
@@ -162,7 +176,7 @@ def _same_class(module: torch.nn.Module, config: Any, facts: Facts) -> Facts:
         shapes = {p.name: p.shape for p in built.parameters}
         if shapes == {p.name: p.shape for p in facts.parameters}:
             _, built = facts_of(cls, config, facts.model)
-            return replace(built, parameters=facts.parameters, summary=facts.summary)
+            return replace(built, parameters=facts.parameters, buffers=facts.buffers, summary=facts.summary)
         return replace(facts, values=built.values, model_type=built.model_type, preset=built.preset)
     return facts
 
@@ -171,11 +185,13 @@ def _origin(module: torch.nn.Module) -> str:
     return type(module).__module__.split(".")[0]
 
 
-def _with_pass(facts: Facts, module: torch.nn.Module, inputs: Mapping[str, Any] | None) -> Facts:
+def _with_pass(
+    facts: Facts, module: torch.nn.Module, inputs: Mapping[str, Any] | None = None, loss: Any = None
+) -> Facts:
     from gradgen.infer_pass import NoPass, backward_pass
 
     try:
-        shown = backward_pass(module, inputs)
+        shown = backward_pass(module, inputs, loss)
     except NoPass as reason:
         note = (
             f"it could not be run here ({reason}): every gradient starts at zero (zero: always), and the order of `backward` "
@@ -188,7 +204,7 @@ def _with_pass(facts: Facts, module: torch.nn.Module, inputs: Mapping[str, Any] 
     tied = {p.owner for p in facts.parameters}
     several = [name for name, uses in shown.uses.items() if uses > 1 and name not in tied]
     if several:
-        from gradgen.infer_write import listed
+        from gradgen.infer_yaml import listed
 
         notes.append(
             f"used several times in a pass: {listed(several, 3)}; autograd sums before gradgen sees them, a backward pass "
@@ -201,8 +217,10 @@ def _spec(facts: Facts) -> Inferred:
     refuse_odd(facts.parameters)
     writer = Writer(facts)
     text = writer.text()
-    _, round_trip = verify(text, facts)
-    return Inferred(facts.model, text, tuple(writer.notes), round_trip)
+    model, round_trip = verify(text, facts)
+    return Inferred(
+        facts.model, model.presets[0].name if model.presets else "", text, tuple(writer.notes), round_trip
+    )
 
 
 def _factory(text: str) -> torch.nn.Module:

@@ -34,6 +34,7 @@ _DEFAULTS = {
     "head_dim": ("hidden // heads",),
     "ffn": ("4 * hidden",),
 }
+USUAL = ("hidden", "heads", "kv_heads", "head_dim")
 SMALL = 8  # below, and with one configuration only, a size says nothing about where it comes from
 
 
@@ -90,12 +91,13 @@ class Dims:
             keys = moved | {key for key in self.facts.values if key not in known and own >= SMALL}
         else:
             keys = set(self.facts.values) if own >= SMALL else set()
-        dims: dict[str, Vector] = {}
+        every: dict[str, Vector] = {}
         for name, key in self.names.items():
             values = [self._configurations[k].get(key) for k in rows]
-            if key in keys and all(value is not None and value >= 1 for value in values):
-                dims[name] = tuple(value for value in values if value is not None)
-        must = {name for name, key in self.names.items() if key in moved}
+            if all(value is not None and value >= 1 for value in values):
+                every[name] = tuple(value for value in values if value is not None)
+        dims = {name: vector for name, vector in every.items() if self.names[name] in keys}
+        must = {name for name, key in self.names.items() if key in moved and name in dims}
         text = fit(target, {name: dims[name] for name in dims if name in must}) if must else None
         if text is None and not must:  # no key that could be varied moves it
             text = next((name for name, vector in dims.items() if vector == target and own >= SMALL), None)
@@ -103,6 +105,8 @@ class Dims:
                 text = self._guess(target, dims)
         if text is None and must:
             text = fit(target, dims)
+        if text is None and must:  # heads * (hidden // heads) does not move with the heads
+            text = fit(target, {name: v for name, v in every.items() if name in must or name in USUAL})
         if text is None:
             if moved:
                 self.unexplained[what] = ", ".join(sorted(moved))

@@ -6,12 +6,14 @@ shapes alone and knows neither torch nor transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradgen.diagnostics import Error
 
 MAX_SHOWN = 40
+EXPERT = re.compile(r"(^|\.)experts\.([0-9]+)\.")  # in a name, where each expert has weights of its own
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -48,7 +50,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Variant:
     """The same model with a key of its configuration changed, or two where one alone is refused: what shapes then are,
-    by parameter name.
+    by the name of a parameter or buffer.
     """
 
     keys: tuple[str, ...]
@@ -88,6 +90,7 @@ class Facts:
     model: str  # an id
     summary: str
     parameters: tuple[Parameter, ...]  # in the order of named_parameters()
+    buffers: tuple[Parameter, ...] = ()  # persistent ones
     values: Mapping[str, int] = field(default_factory=dict)  # integer keys of the configuration
     defaults: Mapping[str, int] = field(
         default_factory=dict

@@ -14,7 +14,7 @@ Vector = tuple[int, ...]  # one value for each configuration; the first is the m
 
 MAX_KEYS = 7  # that a sum is searched over
 FACTORS = range(1, 9)
-CONSTANTS = range(-2, 5)
+CONSTANTS = range(-4, 17)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ def fit(target: Vector, dims: dict[str, Vector]) -> str | None:
     for name, vector in dims.items():
         if vector == target:
             return name
+    for name, vector in dims.items() if len(target) > 1 else ():
+        factor = target[0] // vector[0]  # 48 heads that no key counts: 48 * head_dim
+        if factor > FACTORS[-1] and all(t == factor * x for t, x in zip(target, vector, strict=True)):
+            return f"{factor} * {name}"
     terms = _terms(dims)
     best = min((t for t in terms if t.vector == target), key=lambda t: t.cost, default=None)
     if best is not None:
@@ -64,10 +68,10 @@ def _terms(dims: dict[str, Vector]) -> list[Term]:
 
 
 def _quotients(dims: dict[str, Vector]) -> Iterator[tuple[str, Vector]]:
-    """Those that leave no rest in any configuration and are no whole dim again."""
+    """Those that are more than 1 in every configuration, rounded down as the language does."""
     for a, b in ((a, b) for a in dims for b in dims if a != b):
         pairs = list(zip(dims[a], dims[b], strict=True))
-        if all(y and x % y == 0 and x > y for x, y in pairs):
+        if all(y and x > y for x, y in pairs):
             yield f"{a} // {b}", tuple(x // y for x, y in pairs)
     for a, vector in dims.items():
         for c in (2, 4, 8):

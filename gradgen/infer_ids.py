@@ -138,7 +138,7 @@ def stack_ids(prefixes: Sequence[str], causal: bool, taken: Iterable[str]) -> di
             id = re.sub(r"_(layers?|blocks?)$", "", "_".join(telling[-2:])) or (
                 "decoder" if causal and "decoder" not in out.values() else path[-1]
             )
-        id = "_".join([re.sub(r"^(layers|blocks)$", r"\1", id), *numbers])
+        id = "_".join([re.sub(r"^(layers?|blocks?)$", "stage", id) if numbers else id, *numbers])
         id = re.sub(r"_+", "_", id).strip("_")
         id = id if re.match(r"[a-z]", id) else f"stack_{id}"
         candidate, number = id, 2
@@ -147,6 +147,12 @@ def stack_ids(prefixes: Sequence[str], causal: bool, taken: Iterable[str]) -> di
         used.add(candidate)
         out[prefix] = candidate
     return out
+
+
+_SHOWS = {
+    "attention": r"q_proj|qkv|query|attn",
+    "dense": r"(^|[._])(gate|up|down|fc|fc1|fc_in|w1|mlp|ffn|feed_forward)([._]|$)",
+}
 
 
 def kind_words(kinds: Sequence[Iterable[str]]) -> list[str]:
@@ -158,7 +164,7 @@ def kind_words(kinds: Sequence[Iterable[str]]) -> list[str]:
     for pattern, word, other in (
         (r"cross_att|crossatt|encoder_attn", "cross", ""),
         (
-            r"mamba|mixer\.|ssm|linear_attn|delta|rglru|recurrent|(^|\.)conv\.|short_conv",
+            r"a_log|mamba|ssm|linear_attn|delta|rglru|recurrent|(^|\.)conv\.|short_conv",
             "recurrent",
             "attention",
         ),
@@ -168,7 +174,8 @@ def kind_words(kinds: Sequence[Iterable[str]]) -> list[str]:
         has = [re.search(pattern, text, re.MULTILINE) is not None for text in texts]
         if any(has) and not all(has):
             for k, yes in enumerate(has):
-                words[k].append(_special(texts[k], word) if yes else other)
+                plain = other if other and re.search(_SHOWS[other], texts[k]) else ""
+                words[k].append(_special(texts[k], word) if yes else plain)
     labels = ["_".join(word for word in own if word) for own in words]
     for k, label in enumerate(labels):
         if labels.count(label) > 1 or not label:
@@ -188,7 +195,7 @@ def _special(text: str, word: str) -> str:
     """The recurrence has many names; a spec uses the model's."""
     if word != "recurrent":
         return word
-    for name in ("mamba", "rglru", "linear_attn", "delta", "conv"):
+    for name in ("mamba", "rglru", "linear_attn", "delta", "a_log", "conv"):
         if name in text:
-            return {"linear_attn": "linear", "rglru": "recurrent"}.get(name, name)
+            return {"linear_attn": "linear", "rglru": "recurrent", "a_log": "mamba"}.get(name, name)
     return word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 
 Rule = tuple[str, Callable[[int], bool]]
 
@@ -37,6 +38,24 @@ def _rules(wanted: list[int], stack: list[int]) -> Iterator[Rule]:
                     yield f"i >= {first} and {text}", lambda i, holds=holds: i >= first and holds(i)  # type: ignore[misc]
                 if last < stack[-1]:
                     yield f"i < {last + 1} and {text}", lambda i, holds=holds: i <= last and holds(i)  # type: ignore[misc]
+    for text, holds in _two_periods(len(stack)):
+        yield text, holds
+
+
+def _two_periods(length: int) -> Iterator[Rule]:
+    """Only where a stack is long enough to show them twice."""
+    for period in range(3, min(12, length // 2) + 1):
+        for a, b in combinations(range(period), 2):
+            yield f"i % {period} == {a} or i % {period} == {b}", lambda i, p=period, s=(a, b): i % p in s  # type: ignore[misc]
+            yield f"i % {period} != {a} and i % {period} != {b}", lambda i, p=period, s=(a, b): i % p not in s  # type: ignore[misc]
+    for short in (2, 3, 4):
+        for long in range(2 * short, min(12, length // 2) + 1, short):
+            for a in range(short):
+                for b in range(a, long, short):
+                    yield (
+                        f"i % {short} == {a} and i % {long} != {b}",
+                        lambda i, s=short, n=long, a=a, b=b: i % s == a and i % n != b,  # type: ignore[misc]
+                    )
 
 
 def _periodic(period: int, phase: int) -> Iterator[Rule]:
@@ -47,6 +66,7 @@ def _periodic(period: int, phase: int) -> Iterator[Rule]:
 
 def bounded_by(text: str, dims: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Versions of `i < 3` and `i >= 3` with a dim instead of the number, and the dim."""
+    text = "i < 1" if text == "i == 0" else text
     for comparison in ("i < ", "i >= "):
         if text.startswith(comparison) and text.removeprefix(comparison).isdecimal():
             number = int(text.removeprefix(comparison))

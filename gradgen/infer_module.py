@@ -56,6 +56,17 @@ def parameters_of(module: torch.nn.Module) -> tuple[Parameter, ...]:
     return tuple(out)
 
 
+def buffers_of(module: torch.nn.Module) -> tuple[Parameter, ...]:
+    """The buffers that a checkpoint holds."""
+    out: dict[str, Parameter] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            full = plain_name(f"{path}.{name}" if path else name)
+            if name not in child._non_persistent_buffers_set and buffer.ndim <= 5:
+                out[full] = Parameter(full, tuple(buffer.shape), False)
+    return tuple(out.values())
+
+
 def plain_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")

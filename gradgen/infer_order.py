@@ -29,10 +29,16 @@ def backward(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) ->
         rows.append((last, n, ids, True))
     for n, entry in enumerate(reversed(outside)):
         if entry.parameter.owner:
-            rows.append((-1, n, entry.id, False))  # another use of a tensor whose owner is complete later
+            rows.append((-1.0, n, entry.id, False))  # another use of a tensor whose owner is complete later
         else:
-            rows.append((done.get(entry.relative, end), n, entry.id, False))
-    return [(item, many) for _, _, item, many in sorted(rows, key=lambda row: (row[0], row[3], row[1]))]
+            place = done.get(entry.parameter.name, end)
+            # One that is complete between the blocks of a stack comes after it: blocks do not wait for it then.
+            for prefixes in groups:
+                places = [p for prefix in prefixes for p in spans[prefix]]
+                if places and min(places) < place < max(places):
+                    place = max(places)
+            rows.append((place + 0.5, n, entry.id, False))
+    return [(item, many) for _, _, item, many in sorted(rows, key=lambda row: (row[0], row[1]))]
 
 
 def _interleaved(spans: dict[str, list[int]]) -> list[list[str]]:
@@ -61,5 +67,23 @@ def _reversed(facts: Facts, outside: Sequence[Entry], blocks: Sequence[Stack]) -
         (first[prefix], [block.id for block in blocks if block.prefix == prefix], True)
         for prefix in dict.fromkeys(block.prefix for block in blocks)
     ]
-    rows += [(first[entry.relative], entry.id, False) for entry in outside]
+    rows += [(first[entry.parameter.name], entry.id, False) for entry in outside]
     return [(item, many) for _, item, many in sorted(rows, key=lambda row: row[0], reverse=True)]
+
+
+def open_at_once(facts: Facts, blocks: Sequence[Stack]) -> int:
+    """The most blocks that have some of their gradients and not all: so many buffers a sharded strategy needs."""
+    if facts.backward is None:
+        return 0
+    names: dict[str, tuple[str, int]] = {}
+    for block in blocks:
+        for entry in block.entries:
+            for index in entry.indices:
+                names[f"{block.prefix}.{index}.{entry.relative}"] = (block.prefix, index)
+    spans: dict[tuple[str, int], list[int]] = {}
+    for place, name in enumerate(facts.backward.order):
+        if name in names:
+            span = spans.setdefault(names[name], [place, place])
+            span[1] = place
+    ends = [span[1] for span in spans.values()]
+    return max((sum(a <= end <= b for a, b in spans.values()) for end in ends), default=0)

@@ -26,7 +26,12 @@ class NoPass(Exception):
     """The module cannot be run here; str() says why in a few words."""
 
 
-def backward_pass(module: torch.nn.Module, inputs: Mapping[str, Any] | None = None) -> Pass:
+Loss = Callable[[Any], "torch.Tensor"]
+
+
+def backward_pass(
+    module: torch.nn.Module, inputs: Mapping[str, Any] | None = None, loss: Loss | None = None
+) -> Pass:
     """Runs a copy of `module` forward and backward with `inputs`, or with what a transformers model takes. Raises NoPass.
 
     The copy shares no parameter with the module: neither its gradients nor its buffers are touched. Where the meta
@@ -36,7 +41,7 @@ def backward_pass(module: torch.nn.Module, inputs: Mapping[str, Any] | None = No
     for place in ("meta", "memory") if _has_memory(module) and inputs is not None else ("meta",):
         try:
             with quiet():
-                return _run(_copy(module, place == "meta"), inputs, place == "meta")
+                return _run(_copy(module, place == "meta"), inputs, loss or _loss, place == "meta")
         except NoPass:
             raise
         except Exception as error:
@@ -63,7 +68,7 @@ def _copy(module: torch.nn.Module, meta: bool) -> torch.nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _run(module: torch.nn.Module, inputs: Mapping[str, Any] | None, meta: bool) -> Pass:
+def _run(module: torch.nn.Module, inputs: Mapping[str, Any] | None, loss: Loss, meta: bool) -> Pass:
     import torch
 
     module.train()
@@ -89,13 +94,13 @@ def _run(module: torch.nn.Module, inputs: Mapping[str, Any] | None, meta: bool) 
     if meta:
         given = {key: _meta(value) for key, value in given.items()}
         with torch.device("meta"), _values_do_not_matter():
-            loss = _loss(module(**given))
-            uses, products = _graph(loss, names)
-            loss.backward()  # type: ignore[no-untyped-call]
+            value = loss(module(**given))
+            uses, products = _graph(value, names)
+            value.backward()  # type: ignore[no-untyped-call]
     else:
-        loss = _loss(module(**given))
-        uses, products = _graph(loss, names)
-        loss.backward()  # type: ignore[no-untyped-call]
+        value = loss(module(**given))
+        uses, products = _graph(value, names)
+        value.backward()  # type: ignore[no-untyped-call]
     return Pass(tuple(order), uses, products - flat, frozenset(names.values()) - set(order), words)
 
 
@@ -157,9 +162,12 @@ def _inputs(module: torch.nn.Module) -> tuple[dict[str, Any], str]:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The sum of the logits, or of everything that a gradient can come from."""
+    """The model's own, else the sum of the logits, or of everything that a gradient can come from."""
     import torch
 
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad and own.ndim == 0:
+        return own
     logits = getattr(output, "logits", None)
     found = [logits] if isinstance(logits, torch.Tensor) and logits.requires_grad else list(_tensors(output))
     sums = [tensor.float().sum() for tensor in found if tensor.is_floating_point() and tensor.requires_grad]

@@ -81,7 +81,7 @@ def facts_of_checkpoint(path: Path, name: str | None) -> Facts:
         "gradient starts at zero, and `backward` is the reverse of the declarations"
     ]
     if left:
-        from gradgen.infer_write import listed
+        from gradgen.infer_yaml import listed
 
         notes.append(f"taken for buffers: {listed(left)}")
     stem = re.sub(r"(\.safetensors)?(\.index)?(\.json)?\Z", "", path.name)
@@ -100,7 +100,7 @@ def _with_config(config: Path, facts: Facts) -> Facts:
     """Integer keys of a configuration beside the checkpoint, for the names of dims."""
     if not config.is_file():
         return facts
-    from gradgen.infer_transformers import read_config
+    from gradgen.infer_config import read_config
 
     data = read_config(config)
     text = data["text_config"] if isinstance(data.get("text_config"), dict) else data

@@ -9,26 +9,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import json
-import os
-import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from gradgen.diagnostics import UsageError, quote
+from gradgen.infer_config import said
 from gradgen.infer_facts import Facts, InferError, Parameter, Switch, Variant
-from gradgen.infer_module import parameters_of
+from gradgen.infer_module import buffers_of, parameters_of
 from gradgen.infer_stacks import structure
 
-MAX_CONFIG = 8 << 20
 LAYER_KEYS = [
     "num_hidden_layers",
     "n_layer",
     "n_layers",
     "num_layers",
+    "num_blocks",
+    "depth",
     "encoder_layers",
     "decoder_layers",
     "num_decoder_layers",
@@ -43,97 +40,6 @@ _PASSIVE = (
     "num_labels",
     "_temperature",
 )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a config.json. Raises UsageError for what is none."""
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{path}: is not a regular file")
-        if status.st_size > MAX_CONFIG:
-            raise UsageError(f"{path}: has {status.st_size} bytes; a configuration has at most {MAX_CONFIG}")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read it: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"{path}: is not JSON") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"{path}: holds no JSON object, so it is no transformers configuration")
-    return data
-
-
-def import_transformers() -> Any:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"a transformers configuration needs the packages torch and transformers ({error}); "
-            "pip install torch transformers"
-        ) from None
-    return transformers
-
-
-def class_for(data: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model class and the configuration object. Raises InferError for classes that transformers does not have."""
-    transformers = import_transformers()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    kind = str(data.get("model_type", ""))
-    wanted = data.get("architectures")
-    names = [str(name) for name in wanted] if isinstance(wanted, list) else []
-    version = transformers.__version__
-    if kind not in CONFIG_MAPPING:
-        if data.get("auto_map"):
-            raise InferError(
-                f"the configuration asks for code of its own (auto_map) and transformers {version} has no model type "
-                f"{quote(kind)}; gradgen runs no remote code: import the model yourself and pass "
-                "package.module:factory, or call gradgen.infer(module)"
-            )
-        what = (
-            f"no model type {quote(kind)}"
-            if kind
-            else "the configuration has no model_type, which transformers needs"
-        )
-        raise InferError(f"transformers {version}: {what}; a newer version may have it")
-    classes = [getattr(transformers, name, None) for name in names]
-    cls = next((c for c in classes if c is not None and hasattr(c, "config_class")), None)
-    if cls is None and names and data.get("auto_map"):
-        raise InferError(
-            f"the configuration asks for code of its own (auto_map) for {quote(names[0])}, which transformers {version} does "
-            "not have; gradgen runs no remote code: import the model yourself and pass package.module:factory"
-        )
-    if cls is None and names:
-        raise InferError(
-            f"transformers {version} has no class {quote(names[0])}; a newer version may have it"
-        )
-    try:
-        config = CONFIG_MAPPING[kind].from_dict({k: v for k, v in data.items() if k != "auto_map"})
-    except Exception as error:
-        raise InferError(f"transformers does not take this configuration: {_said(error)}") from None
-    return cls or _default_class(type(config), kind), config
-
-
-def _default_class(config_class: type, kind: str) -> Any:
-    """What a configuration without `architectures` most likely means."""
-    from transformers.models.auto import modeling_auto as auto
-
-    for name in (
-        "CAUSAL_LM",
-        "SEQ_TO_SEQ_CAUSAL_LM",
-        "MASKED_LM",
-        "IMAGE_CLASSIFICATION",
-        "CTC",
-        "PRETRAINING",
-    ):
-        mapping = getattr(auto, f"MODEL_FOR_{name}_MAPPING", None)
-        if mapping is not None and config_class in mapping:
-            return mapping[config_class]
-    if config_class in auto.MODEL_MAPPING:
-        found = auto.MODEL_MAPPING[config_class]
-        return found[0] if isinstance(found, tuple) else found
-    raise InferError(f"transformers has no model class for {quote(kind)}; name one under `architectures`")
 
 
 def build(cls: Any, config: Any) -> Any:
@@ -257,7 +163,7 @@ def _built(builder: Builder, attempts: Iterable[dict[str, Any]], keys: tuple[str
             continue
         data = module.config.get_text_config().to_dict()
         values = {k: data[k] for k in builder.integers if type(data.get(k)) is int}
-        yield Variant(keys, values, {p.name: p.shape for p in parameters})
+        yield Variant(keys, values, {p.name: p.shape for p in (*parameters, *buffers_of(module))})
 
 
 def switch(builder: Builder, parameters: tuple[Parameter, ...], base: dict[str, Any]) -> Iterator[Switch]:
@@ -304,13 +210,14 @@ def facts_of(cls: Any, config: Any, name: str, vary_keys: bool = True) -> tuple[
         raise
     except Exception as error:
         raise InferError(
-            f"transformers cannot build {cls.__name__} from this configuration: {_said(error)}"
+            f"transformers cannot build {cls.__name__} from this configuration: {said(error)}"
         ) from None
     kind = str(getattr(config, "model_type", ""))
     facts = Facts(
         model=name,
         summary=f"{cls.__name__} of transformers",
         parameters=parameters,
+        buffers=buffers_of(module),
         values=builder.integers,
         model_type=kind,
         preset=kind,
@@ -326,7 +233,3 @@ def facts_of(cls: Any, config: Any, name: str, vary_keys: bool = True) -> tuple[
         switches=tuple(switch(builder, parameters, base)),
         defaults=class_defaults(builder),
     )
-
-
-def _said(error: Exception) -> str:
-    return quote(f"{type(error).__name__}: {error}".split("\n")[0])[1:-1]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradgen.configure import ConcreteModel, ConcreteWeight, configure, materialize
+from gradgen.concrete import OUTSIDE, ConcreteModel, ConcreteWeight, materialize
+from gradgen.configure import configure
 from gradgen.diagnostics import ConfigError, SpecError
-from gradgen.infer_facts import Facts, InferError, Parameter
+from gradgen.infer_facts import EXPERT, Facts, InferError, Parameter
 from gradgen.model import Model
+from gradgen.records import records
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ def verify(text: str, facts: Facts) -> tuple[Model, RoundTrip]:
     try:
         model = check_text(text, f"{facts.model}.yaml")
         values = dict(model.presets[0].values) if model.presets else {}
-        concrete = materialize(model, configure(model, values))
+        concrete = materialize(model, configure(model, values).values)
         planned = plan(model, values=values)
     except SpecError as error:
         raise InferError(
@@ -42,6 +44,7 @@ def verify(text: str, facts: Facts) -> tuple[Model, RoundTrip]:
         raise InferError("the spec language cannot say all of this model", [str(error)]) from None
     said = dict(_said(concrete))
     problems = list(_problems(facts, said))
+    problems += _buffer_problems(facts, model, planned.values)
     slots = sum(len(arena.slots) * arena.count for arena in planned.arenas)
     own = [p for p in facts.parameters if p.trainable and not p.owner]
     if not problems and slots != len(own):
@@ -65,20 +68,26 @@ class Said:
     shape: tuple[int, ...]
     trainable: bool
     owner: str
+    scope: tuple[str, int]  # block and index
 
 
 def _said(concrete: ConcreteModel) -> Iterator[tuple[str, Said]]:
     """Every weight of the spec by its full name, in spec order."""
-    yield from _group(concrete.weights, "")
+    scopes: list[tuple[str, int, str, tuple[ConcreteWeight, ...]]] = [(OUTSIDE, 0, "", concrete.weights)]
     for block in concrete.blocks:
         for i in block.layers:
-            yield from _group(block.weights, block.name.replace("{i}", str(i)) + ".")
-
-
-def _group(weights: tuple[ConcreteWeight, ...], prefix: str) -> Iterator[tuple[str, Said]]:
-    names = {weight.id: prefix + weight.name for weight in weights}
-    for weight in weights:
-        yield names[weight.id], Said(weight.shape, weight.trainable, names[weight.tie] if weight.tie else "")
+            scopes.append((block.id, i, block.name.replace("{i}", str(i)) + ".", block.weights))
+    names = {
+        (id, i, weight.id): prefix + weight.name for id, i, prefix, weights in scopes for weight in weights
+    }
+    for id, i, _, weights in scopes:
+        for weight in weights:
+            owner = ""
+            if weight.tie is not None:
+                here = weight.tie_block is None
+                block_id, layer = (id, i) if here else (str(weight.tie_block), weight.tie_layer)
+                owner = names[block_id, layer, weight.tie]
+            yield names[id, i, weight.id], Said(weight.shape, weight.trainable, owner, (id, i))
 
 
 def _problems(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
@@ -97,6 +106,30 @@ def _problems(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
     for name in said:
         if name not in known:
             yield f"{name}: in the spec, not in the model"
+    yield from _order(facts, said)
+
+
+def _buffer_problems(facts: Facts, model: Model, values: tuple[tuple[str, int | bool], ...]) -> Iterator[str]:
+    """Buffers that the spec states are the model's."""
+    known = {b.name: b.shape for b in facts.buffers}
+    layers: dict[str, list[int]] = {}
+    for block in materialize(model, dict(values)).blocks:
+        layers.setdefault(block.id, []).extend(block.layers)
+    for record in records((), model, dict(values), layers):
+        if known.get(record.name) != record.shape:
+            yield f"{record.name}: a buffer of shape {list(record.shape)} in the spec, not in the model"
+
+
+def _order(facts: Facts, said: dict[str, Said]) -> Iterator[str]:
+    """Weights outside the blocks, and those of each block, stand as in named_parameters(); experts lie side by side."""
+    places = {p.name: place for place, p in enumerate(facts.parameters) if not EXPERT.search(p.name)}
+    last: dict[tuple[str, int], str] = {}
+    for name, entry in said.items():
+        before = last.get(entry.scope)
+        if name in places:
+            if before is not None and places[name] < places[before]:
+                yield f"{name}: stands after {before} in the spec, before it in the model"
+            last[entry.scope] = name
 
 
 def _tie(owner: str) -> str:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
 
-from gradgen.infer_blocks import Entry, Stack, outside_entries, stacks
+from gradgen.identifiers import bad_identifier
+from gradgen.infer_blocks import BufferEntry, Entry, Stack, buffers, outside_entries, stacks
 from gradgen.infer_dims import Dims, dim_name
-from gradgen.infer_facts import Facts, InferError, Parameter, Switch
+from gradgen.infer_facts import EXPERT, Facts, InferError, Parameter, Switch
+from gradgen.infer_ids import snake
 from gradgen.infer_indices import bounded_by
-from gradgen.infer_order import backward
+from gradgen.infer_order import backward, open_at_once
 from gradgen.infer_stacks import structure
+from gradgen.infer_yaml import STRATEGIES, Row, aligned, flow, listed, name_text, printable, rows, scalar, yes
 
-STRATEGIES = """\
-strategies:
-  unsharded:          {blocks: full, collective: reduce_scatter}
-  sharded:            {blocks: sharded, collective: reduce_scatter}
-  sharded_all_to_all: {blocks: sharded, collective: all_to_all}
-  replicated:         {blocks: full, collective: all_reduce}
-  fully_sharded:      {blocks: sharded, non_blocks: sharded, collective: all_to_all}
-"""
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./+\-]*(\{i\}[A-Za-z0-9_./+\-]*)?")
-_EXPERT = re.compile(r"(^|\.)experts\.[0-9]+\.")
 WIDTH = 118
+MIN_GROUP = 4  # weights that are worth a group
+USUAL_BUFFERS = 2  # what managers have by default
 
 
 class Writer:
@@ -39,12 +32,19 @@ class Writer:
         self.notes = list(facts.notes)
         self.flags: dict[str, Switch] = {}
         self.absent: list[str] = []
-        self.ids = {entry.relative: entry.id for entry in self.outside}
+        self.uses: dict[str, str] = {}  # the group of a block
+        self.ids = {entry.parameter.name: entry.id for entry in self.outside if not entry.experts}
+        self.free_buffers, self.block_buffers, left = buffers(facts, self.blocks, self.outside)
+        if left:
+            self.notes.append(f"buffers that follow no rule are left out: {listed(left)}")
 
     def text(self) -> str:
         weights = [self._weight(entry, None) for entry in self.outside]
         bodies = [[self._weight(entry, block) for entry in block.entries] for block in self.blocks]
+        shared = self._groups(bodies)
         heads = [self._block_head(block) for block in self.blocks]
+        buffers_outside = [self._buffer(entry) for entry in self.free_buffers]
+        extras = [[self._buffer(entry) for entry in self.block_buffers.get(b.id, ())] for b in self.blocks]
         order = self._backward()
         out = ["gradgen: 1", f"model: {self.facts.model}", f"summary: {scalar(self.facts.summary)}", ""]
         declared = self.dims.declared()
@@ -63,13 +63,42 @@ class Writer:
             out += ["presets:", f"  {self.facts.preset}: {flow(values)}", ""]
         if weights:
             out += ["weights:", *rows(weights, 2), ""]
+        if buffers_outside:
+            out += ["buffers:", *rows(buffers_outside, 2), ""]
         if self.blocks:
+            if shared:
+                out += ["groups:"]
+                for id, group in shared.items():
+                    out += [f"  {id}:", *rows(group, 4)]
+                out.append("")
             out.append("blocks:")
-            for head, body in zip(heads, bodies, strict=True):
-                out += [*head, "    weights:", *rows(body, 6)]
+            for head, body, extra in zip(heads, bodies, extras, strict=True):
+                out += [*head, *(["    weights:", *rows(body, 6)] if body else [])]
+                out += ["    buffers:", *rows(extra, 6)] if extra else []
             out.append("")
         out += [*order, "", STRATEGIES.rstrip()]
         return "\n".join([*self._comments(), *out]) + "\n"
+
+    def _groups(self, bodies: list[list[Row]]) -> dict[str, list[Row]]:
+        """What all kinds of a stack begin with is said once, in a group that each uses; so the order of weights stays."""
+        out: dict[str, list[Row]] = {}
+        for prefix in dict.fromkeys(block.prefix for block in self.blocks):
+            mine = [k for k, block in enumerate(self.blocks) if block.prefix == prefix]
+            run = 0
+            while all(len(bodies[k]) > run and bodies[k][run] == bodies[mine[0]][run] for k in mine):
+                run += 1
+            if len(mine) < 2 or run < MIN_GROUP:
+                continue
+            common = bodies[mine[0]][:run]
+            words = {row[1]["name"].split(".")[0] for row in common}
+            id = snake(words.pop()) if len(words) == 1 else "common"
+            while id in out or bad_identifier(id):
+                id += "_group"
+            out[id] = common
+            for k in mine:
+                del bodies[k][:run]
+                self.uses[self.blocks[k].id] = id
+        return out
 
     def _comments(self) -> list[str]:
         """The findings, as comments at the head of the file."""
@@ -78,6 +107,12 @@ class Writer:
             self.notes.append(
                 f"sizes that depend on the configuration in a way that was not found, so they are numbers here: "
                 f"{listed(names)}"
+            )
+        wide = open_at_once(self.facts, self.blocks)
+        if wide > USUAL_BUFFERS:
+            self.notes.append(
+                f"gradients of {wide} blocks are unfinished at once, because some weights are used in several: sharded "
+                f"strategies need block_buffers={wide}"
             )
         if self.absent and self.facts.backward is not None:
             self.notes.append(
@@ -101,6 +136,8 @@ class Writer:
         lines = [f"  {block.id}:", f"    count: {count}", f"    name: {name_text(block.name)}"]
         if block.at:
             lines.append(f"    at: {self._at(block)}")
+        if block.id in self.uses:
+            lines.append(f"    use: [{self.uses[block.id]}]")
         return lines
 
     def _at(self, block: Stack) -> str:
@@ -147,7 +184,7 @@ class Writer:
             return [line]
         return ["backward:", *(f"  - {item}" for item in items)]
 
-    def _weight(self, entry: Entry, block: Stack | None) -> tuple[str, dict[str, str], str]:
+    def _weight(self, entry: Entry, block: Stack | None) -> Row:
         """Id, fields and comment of one weight."""
         parameter = entry.parameter
         fields = {
@@ -155,6 +192,13 @@ class Writer:
             "name": name_text(entry.relative),
         }
         comment = ""
+        if entry.experts:
+            fields = {
+                "experts": self.dims.count(
+                    parameter.name.split(".experts.0.")[0] + ".experts", entry.experts
+                ),
+                **fields,
+            }
         fields["zero"] = self._zero(entry)
         if entry.when:
             fields["when"] = entry.when
@@ -173,7 +217,7 @@ class Writer:
         if tie:
             fields["tied_to"] = tie
         if parameter.trainable and not parameter.owner:
-            if _EXPERT.search(parameter.name):
+            if EXPERT.search(parameter.name):
                 fields["may_be_absent"] = "true"
                 comment = "an expert may get no tokens"
             elif self._absent(entry, block):
@@ -186,6 +230,13 @@ class Writer:
             weight = self.known[f"{parameter.name.removesuffix('bias')}weight"]
             return f"[{self.dims.size(weight, 1 if weight.module == 'Conv1D' else 0)}]"
         return f"[{', '.join(self.dims.size(parameter, axis) for axis in range(len(parameter.shape)))}]"
+
+    def _buffer(self, entry: BufferEntry) -> Row:
+        sizes = [self.dims.size(entry.buffer, axis) for axis in range(len(entry.buffer.shape))]
+        fields = {"shape": f"[{', '.join(sizes)}]", "name": name_text(entry.relative)}
+        if entry.when:
+            fields["when"] = entry.when
+        return entry.id, fields, ""
 
     def _names(self, entry: Entry, block: Stack | None) -> list[str]:
         if block is None:
@@ -229,18 +280,25 @@ class Writer:
             owner = self.flags[flag].tied.get(name, "")
         if not owner:
             return ""
-        target = self._id(owner, block, entry)
-        return f"{{weight: {target}, when: {flag}}}" if flag else target
+        target = self._target(owner, block, entry)
+        if flag:
+            target["when"] = flag
+        return flow(target) if len(target) > 1 else target["weight"]
 
-    def _id(self, owner: str, block: Stack | None, entry: Entry) -> str:
-        """The id of the weight that owns a tensor, as seen from `block`."""
-        if block is None and owner in self.ids:
-            return self.ids[owner]
-        if block is not None:
-            start = entry.parameter.name.removesuffix(entry.relative)
-            for other in block.entries:
-                if f"{start}{other.relative}" == owner:
-                    return other.id
+    def _target(self, owner: str, block: Stack | None, entry: Entry) -> dict[str, str]:
+        """The weight that owns a tensor, as `block` names it."""
+        if owner in self.ids:
+            return {"weight": self.ids[owner]}
+        for other in self.blocks:
+            for index in other.indices if owner.startswith(f"{other.prefix}.") else ():
+                relative = owner.removeprefix(f"{other.prefix}.{index}.")
+                found = next(
+                    (e for e in other.entries if e.relative == relative and index in e.indices), None
+                )
+                if found is not None:
+                    own = f"{other.prefix}.{index}.{entry.relative}" == entry.parameter.name
+                    place = {} if own and other is block else {"block": other.id, "at": str(index)}
+                    return {"weight": found.id, **place}
         raise InferError(
             "the model shares parameters in a way that the spec language cannot say",
             [f"{entry.parameter.name}: is the same parameter as {owner}"],
@@ -262,49 +320,3 @@ class Writer:
                 self.flags[name] = switch
                 return name
         return ""
-
-
-def aligned(entries: Mapping[str, Mapping[str, str]], indent: int) -> list[str]:
-    width = max(map(len, entries), default=0) + 1
-    return [f"{' ' * indent}{f'{name}:':<{width}} {flow(fields)}" for name, fields in entries.items()]
-
-
-def rows(weights: Sequence[tuple[str, Mapping[str, str], str]], indent: int) -> list[str]:
-    """One weight a line; ids are padded up to a width that most have."""
-    width = min(max((len(id) for id, _, _ in weights), default=0), 24) + 1
-    return [
-        f"{' ' * indent}{f'{id}:':<{width}} {flow(fields)}" + (f"  # {comment}" if comment else "")
-        for id, fields, comment in weights
-    ]
-
-
-def flow(fields: Mapping[str, object]) -> str:
-    return f"{{{', '.join(f'{key}: {value}' for key, value in fields.items())}}}"
-
-
-def name_text(name: str) -> str:
-    """A checkpoint name as YAML text; quoted where YAML could read it as something else."""
-    plain = _PLAIN.fullmatch(name) is not None and ("." in name or len(name) > 5)
-    return name if plain else f'"{name}"'
-
-
-def scalar(text: str) -> str:
-    """Any text as one line of YAML."""
-    text = printable(text)
-    if not re.search(r"[:#\"'\\\[\]{}]", text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def printable(text: str) -> str:
-    return "".join(char if " " <= char <= "~" else "?" for char in text)
-
-
-def yes(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def listed(names: Iterable[str], limit: int = 6) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -13,8 +13,9 @@ import transformers
 from gradgen.configure import configure, from_hf, materialize
 from gradgen.diagnostics import UsageError
 from gradgen.infer import Inferred, infer_class, infer_file
+from gradgen.infer_config import class_for
 from gradgen.infer_facts import InferError
-from gradgen.infer_transformers import build, class_for
+from gradgen.infer_transformers import build
 from gradgen.resolve import check_text
 
 LLAMA: dict[str, Any] = {

@@ -63,6 +63,7 @@ class Unit:
         default_factory=dict
     )  # those that write a weight's gradient themselves
     mixed: set[int] = field(default_factory=set)  # indices of weights that other modules use too
+    optional: set[int] = field(default_factory=set)  # indices of weights that may be absent
 
     def open(self, grads: Manager) -> list[torch.Tensor]:
         """Takes the unit's buffers from the manager."""
@@ -148,6 +149,8 @@ class Attachment:
         index = len(unit.ids)
         unit.ids.append(record.id)
         unit.names.append(pair.name)
+        if record.may_be_absent:
+            unit.optional.add(index)
         parameter: Any = pair.parameter  # torch leaves the method untyped
         handle = parameter.register_post_accumulate_grad_hook(lambda p: self._receive(unit, index, p))
         self._undo.append(handle.remove)
@@ -189,10 +192,25 @@ class Attachment:
             )
         buffers = unit.buffers
         if buffers is None:
-            buffers = unit.open(self._grads)
+            buffers = self._open(unit)
         accumulate = unit.accumulate or index in unit.written
         unit.written.add(index)
         return buffers[index], accumulate
+
+    def _open(self, unit: Unit) -> list[torch.Tensor]:
+        """The unit's buffers. Where all are out, blocks that miss only what may be absent make room: autograd has gone on
+        to another block, so their gradients do not come any more.
+        """
+        try:
+            return unit.open(self._grads)
+        except StateError:
+            units = [u for u in self._units.values() if u.block is not None and u.buffers is not None]
+            done = [u for u in units if len(u.done | u.optional) == len(u.ids)]
+            if not done:
+                raise
+        for other in done:
+            other.close(self._grads)
+        return unit.open(self._grads)
 
     def _fuse(self, model: torch.nn.Module, places: Mapping[int, tuple[Pair, Unit, int]]) -> None:
         for name, module in model.named_modules():
