@@ -221,8 +221,9 @@ def build(
     default="group",
     show_default=True,
     metavar="T",
-    help="single, threads, shared (ranks of one host), or group (any hosts: the one that needs memory to receive).",
+    help="single, threads, shared (ranks of one host), group (any hosts: needs memory to receive), or nccl (GPUs).",
 )
+@click.option("--offload", is_flag=True, help="GPUs: block shards lie in pinned host memory.")
 @click.option("--block", metavar="NAME", help="Show the layout of one block or weight.")
 @as_json
 def plan(spec: str, block: str | None, as_json: bool, values: dict[str, int | bool], **settings: Any) -> int:

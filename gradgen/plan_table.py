@@ -35,6 +35,7 @@ def table(plan: Plan) -> str:
             "shards",
             "staging",
             "receive",
+            *(("pinned",) if plan.settings.offload else ()),  # on the host
             "memory",
             "sent a step",
             "collectives",
@@ -46,6 +47,7 @@ def table(plan: Plan) -> str:
             cost.shard_bytes,
             cost.staging_bytes,
             cost.receive_bytes,
+            *((cost.pinned_bytes,) if plan.settings.offload else ()),
             cost.memory_bytes,
             cost.wire_bytes,
         )

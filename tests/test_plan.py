@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,3 +253,41 @@ def test_layout_text_leaves_out_what_has_no_storage() -> None:
         "world 2\nweight embedding arena 128 zero 64 flat 0 64 shard 64\n  embedding 0 42\n"
     )
     assert "position" not in text and "block mtp_head count 2" in text
+
+
+def test_offload_moves_block_shards_to_the_host() -> None:
+    """What the GPU loses the host gains, but for two buffers on the way."""
+    for world in (1, 4):
+        device, host = (
+            tiny(dp=world, transport="nccl", offload=offload).strategy("sharded") for offload in (False, True)
+        )
+        kept = 4 * sum(
+            a.count * (a.numel if world == 1 else a.shard_numel)
+            for a in tiny(dp=world).arenas
+            if a.kind == "block"
+        )
+        largest = 4 * max(
+            (a.numel if world == 1 else a.shard_numel) for a in tiny(dp=world).arenas if a.kind == "block"
+        )
+        assert device.pinned_bytes == 0 and host.pinned_bytes == kept > 0
+        assert (device.full_bytes + device.shard_bytes) - (host.full_bytes + host.shard_bytes) == kept
+        staged = (
+            0
+            if world > 1
+            else 4 * sum(sorted((a.numel for a in tiny().arenas if a.kind == "block"), reverse=True)[:1]) * 2
+        )
+        assert host.staging_bytes - device.staging_bytes == 2 * largest + staged
+
+
+def test_nccl_receives_only_what_it_cannot_sum_in_place() -> None:
+    """A reduce-scatter leaves its sum in the arena; slices that our kernel sums, or that must be packed, need room."""
+    mini = Path(__file__).parent / "specs" / "mini.yaml"
+
+    def receives(strategy: str, **settings: Any) -> int:
+        values = {"hidden": 6, "vocab": 7, "layers": 3}
+        return plan(mini, values=values, dp=4, **settings).strategy(strategy).receive_bytes
+
+    assert receives("sharded", transport="nccl") == receives("replicated", transport="nccl") == 0
+    assert receives("fully_sharded", transport="nccl") == receives("fully_sharded", transport="group") > 0
+    assert receives("sharded", transport="nccl", wire="bfloat16") > 0
+    assert tiny(dp=4, transport="nccl").strategy("sharded").receive_bytes > 0  # it has row shards
