@@ -144,6 +144,13 @@ def lower(
     if not chosen:
         known = ", ".join(candidate.id for candidate in model.strategies)
         raise UsageError(f"{model.name} has no strategy {strategy!r}; it has {known}")
+    if settings.offload and settings.dp > 1:  # only shards of blocks are offloaded
+        chosen = [candidate for candidate in chosen if candidate.blocks == "sharded"]
+        if not chosen:
+            raise UsageError(
+                f"offload keeps shards of blocks on the host, and {strategy or 'every strategy of ' + model.name} keeps "
+                "blocks whole; choose a strategy with blocks: sharded"
+            )
     costs = tuple(plan_cost.cost(candidate, arenas, settings) for candidate in chosen)
     result = Plan(
         model.name,

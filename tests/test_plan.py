@@ -279,6 +279,12 @@ def test_offload_moves_block_shards_to_the_host() -> None:
         assert host.staging_bytes - device.staging_bytes == 2 * largest + staged
 
 
+def test_offload_of_whole_blocks_is_not_planned() -> None:
+    assert {s.id for s in tiny(dp=2, offload=True).strategies} < {s.id for s in tiny(dp=2).strategies}
+    with pytest.raises(UsageError, match="offload keeps shards of blocks"):
+        tiny(dp=2, offload=True, strategy="unsharded")
+
+
 def test_nccl_receives_only_what_it_cannot_sum_in_place() -> None:
     """A reduce-scatter leaves its sum in the arena; slices that our kernel sums, or that must be packed, need room."""
     mini = Path(__file__).parent / "specs" / "mini.yaml"
