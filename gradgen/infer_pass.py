@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 16
+SMALL = 50_000_000  # elements of a model that is copied without being asked
 # Nodes that only show another shape of a gradient, and those that are a product of two matrices.
 _VIEWS = frozenset(["T", "Transpose", "Permute", "View", "UnsafeView", "Reshape", "Alias", "ToCopy"])
 _PRODUCTS = frozenset(["Mm", "Addmm", "Linear"])
@@ -35,10 +36,12 @@ def backward_pass(
     """Runs a copy of `module` forward and backward with `inputs`, or with what a transformers model takes. Raises NoPass.
 
     The copy shares no parameter with the module: neither its gradients nor its buffers are touched. Where the meta
-    device will not do (control flow that looks at values), a module with memory and given inputs runs on a real copy.
+    device will not do (control flow that looks at values), a module with memory runs on a real copy, if it is small or
+    inputs are given.
     """
     problem = ""
-    for place in ("meta", "memory") if _has_memory(module) and inputs is not None else ("meta",):
+    real = _has_memory(module) and (inputs is not None or _elements(module) <= SMALL)
+    for place in ("meta", "memory") if real else ("meta",):
         try:
             with quiet():
                 return _run(_copy(module, place == "meta"), inputs, loss or _loss, place == "meta")
@@ -52,6 +55,10 @@ def backward_pass(
 
 def _has_memory(module: torch.nn.Module) -> bool:
     return not any(p.is_meta for p in module.parameters())
+
+
+def _elements(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _copy(module: torch.nn.Module, meta: bool) -> torch.nn.Module:
