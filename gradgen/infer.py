@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradgen.diagnostics import UsageError, quote
-from gradgen.identifiers import bad_model_name
 from gradgen.infer_facts import Facts, InferError, refuse_odd
-from gradgen.infer_ids import snake
+from gradgen.infer_ids import model_id, snake
 from gradgen.infer_verify import RoundTrip, verify
 from gradgen.infer_write import Writer
 
@@ -248,11 +247,3 @@ def _factory(text: str) -> torch.nn.Module:
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{text}: returned a {type(module).__name__}, not a torch.nn.Module")
     return module
-
-
-def model_id(text: str) -> str:
-    """A model id out of a class name or a model type."""
-    name = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]+", "_", snake(text))).strip("_")[:60]
-    if not re.match(r"[a-z]", name):
-        name = f"model_{name}".rstrip("_")
-    return f"{name}_model" if bad_model_name(name) else name

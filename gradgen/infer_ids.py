@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from gradgen.identifiers import bad_identifier
+from gradgen.identifiers import bad_identifier, bad_model_name
 from gradgen.infer_facts import word_set
 
 # Words that do not tell one weight from another; the component before is needed too.
@@ -199,3 +199,11 @@ def _special(text: str, word: str) -> str:
         if name in text:
             return {"linear_attn": "linear", "rglru": "recurrent", "a_log": "mamba"}.get(name, name)
     return word
+
+
+def model_id(text: str) -> str:
+    """A model id out of a class name or a model type."""
+    name = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]+", "_", snake(text))).strip("_")[:60]
+    if not re.match(r"[a-z]", name):
+        name = f"model_{name}".rstrip("_")
+    return f"{name}_model" if bad_model_name(name) else name

@@ -17,6 +17,7 @@ from typing import Any
 
 from gradgen.diagnostics import UsageError, quote
 from gradgen.infer_facts import Facts, InferError, Parameter, refuse_odd
+from gradgen.infer_ids import model_id
 
 MAX_HEADER = 100_000_000  # the format's own limit
 MAX_INDEX = 200_000_000
@@ -64,8 +65,6 @@ class Entry:
 
 def facts_of_checkpoint(path: Path, name: str | None) -> Facts:
     """Facts from one file, or from an index and the files that it names. Raises UsageError and InferError."""
-    from gradgen.infer import model_id
-
     entries = read_index(path) if path.name.endswith(".json") else read_header(path)
     wrong = [f"{e.name}: is quantised ({e.dtype})" for e in entries if _quantised(e)]
     if wrong:
