@@ -104,11 +104,6 @@ void TensorContainer::add(std::string id, TensorShard shard) {
     items_->emplace_back(std::move(id), std::move(shard));
 }
 
-const TensorContainer::Items::value_type& TensorContainer::item(std::size_t index) const {
-    if (!items_) throw std::out_of_range("TensorContainer: no tensor " + std::to_string(index) + ", it is empty");
-    return items_->at(index);
-}
-
 const TensorShard* TensorContainer::find(const std::string& id) const {
     if (!items_) return nullptr;
     const auto found = std::find_if(items_->begin(), items_->end(), [&](const auto& item) { return item.first == id; });

@@ -72,7 +72,10 @@ class TensorContainer {
 
   private:
     using Items = std::vector<std::pair<std::string, TensorShard>>;
-    const Items::value_type& item(std::size_t index) const;
+    const Items::value_type& item(std::size_t index) const {
+        static const Items none;
+        return (items_ ? *items_ : none).at(index);
+    }
     std::shared_ptr<Items> items_;
 };
 
