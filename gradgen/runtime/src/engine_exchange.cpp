@@ -106,24 +106,27 @@ void EngineManager::free_slot(Unit& unit) {
 }
 
 // Every buffer holds a block that waits for one before it in plan order, or for more uses of itself, which by the plan
-// come before the unit that asks for room. Those before it are taken as not visited, or as finished.
+// come before the unit that asks for room. Those before it are taken as not visited, or as finished. The one that asks
+// cannot be: blocks behind it that came first keep their buffers until it has been visited.
 void EngineManager::make_room(std::size_t asking) {
     std::size_t ready = next_;
+    const std::size_t end = asking < next_ ? units_.size() : asking;
     const auto takeable = [&](std::size_t u) {
         const bool finished = units_[u].status == Status::sent || (units_[u].status == Status::written && u < asking);
         return finished && exchanged(units_[u]) && units_[u].placement == Placement::sharded;
     };
-    while (ready < units_.size() && !takeable(ready)) {
+    while (ready < end && !takeable(ready)) {
         if (units_[ready].status == Status::out) {
-            ready = units_.size();
+            ready = end;
             break;
         }
         ++ready;
     }
-    if (ready >= units_.size())
+    if (ready >= end)
         throw StateError(model_.name + ", " + where() + ": more blocks are in use at once than block_buffers = " +
                          std::to_string(options_.block_buffers) +
-                         " holds; notify a block before getting the next, or raise block_buffers");
+                         " holds; notify a block before getting the next, raise block_buffers, or mend the order "
+                         "under `backward` (a block keeps its buffer until all before it were visited)");
     for (; next_ <= ready; ++next_) {
         Unit& unit = units_[next_];
         if (unit.status == Status::written) {
