@@ -213,13 +213,16 @@ void EngineManager::post(int index) {
         else  // what the sum will overwrite may still be read on the caller's lane
             backend_->join(Lane::exchange, Lane::caller);
     }
+    const auto finish_shared = [&] {
+        while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
+            complete_front();
+    };
     if (comm_->needs_staging() && !receives(unit)) {
         offer.sum = wired;
+        if (!contributes) finish_shared();  // sums in place of a rank without a gradient all lie in the same zeros
     } else if (comm_->needs_staging()) {
         const bool own = sharded && contributes;
-        if (!own)  // the shared staging holds one exchange at a time
-            while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
-                complete_front();
+        if (!own) finish_shared();  // the shared staging holds one exchange at a time
         Slot& staging = own ? slots_[static_cast<std::size_t>(unit.slot)] : full_exchange_;
         offer.receive = staging.receive->data;
         if (contributes && (layout.packed || wired != source)) {
