@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,42 @@ def test_too_many_blocks_at_once() -> None:
         )
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "sharded_all_to_all", "fully_sharded"])
+@pytest.mark.parametrize(
+    ("order", "needed"), [((0, 1, 2), 3), ((2, 0, 1), 2), ((1, 0, 2), 3), ((2, 1, 0), 1)]
+)
+def test_blocks_in_another_order_need_buffers_and_are_never_lost(
+    order: tuple[int, ...], needed: int, strategy: str
+) -> None:
+    """A block that comes when blocks behind it fill every buffer is refused; it is not summed without its gradient."""
+
+    def body(buffers: int) -> Callable[[int, Any], Any]:
+        def run(rank: int, comm: Any) -> Any:
+            grads = manager(comm, strategy, block_buffers=buffers)
+            grads.start_micro_step(0, 1)
+            for name in OUTSIDE:
+                fill_weight(grads, name, 1.0)
+            for layer in order:
+                try:
+                    fill_block(grads, layer, 10.0 * layer + rank)
+                except gradgen.StateError as error:
+                    return str(error)
+            grads.end_micro_step()
+            return shards(grads)
+
+        return run
+
+    for buffers in (1, 2, 3):
+        results = run_ranks(2, body(buffers), expect_errors=True)
+        if buffers < needed:
+            for text in results:
+                assert isinstance(text, str) and "block_buffers" in text and "`backward`" in text, text
+            continue
+        for name, value in assemble(results).items():
+            if name.startswith("layers."):
+                assert np.allclose(value, 10.0 * int(name.split(".")[1]) + 0.5), (buffers, name)
 
 
 @pytest.mark.parametrize("difference", ["config", "strategy", "dtype", "seed", "divide"])

@@ -155,7 +155,7 @@ def rows_and_whole(comm: Any) -> None:
 
 
 def absent(comm: Any) -> None:
-    """A block that one rank visits in one micro-step only is still reduced, with zeros from that rank."""
+    """Blocks that a rank visits in one micro-step only are still reduced, with zeros from that rank: each its own sum."""
     for strategy in STRATEGIES:
         grads = support.manager(comm, strategy, config(**BIG))
         for m in range(2):
@@ -163,10 +163,13 @@ def absent(comm: Any) -> None:
                 for name in outside(grads):
                     fill_weight(grads, name, 1.0)
                 for layer in (3, 2, 1, 0):
-                    if layer != 2 or RANK == 0 or m == 1:
-                        fill_block(grads, layer, 1.0)
+                    if layer not in (1, 2) or RANK == 0 or m == 1:
+                        fill_block(grads, layer, 1.0 + layer)
         for name, value in whole(grads).items():
-            wanted = 2.0 if not name.startswith("layers.2.") else 1.0 + 1.0 / WORLD
+            wanted = 2.0
+            if name.startswith("layers."):
+                layer = int(name.split(".")[1])
+                wanted = (1.0 + layer) * (1.0 + 1.0 / WORLD if layer in (1, 2) else 2.0)
             wanted = 4.0 if name == "twice" else wanted
             assert np.allclose(value, wanted, rtol=1e-6), (strategy, name, value.ravel()[:3])
 

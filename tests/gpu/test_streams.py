@@ -195,6 +195,42 @@ def test_a_captured_step_replays_as_if_it_ran(options: dict[str, Any], micro_ste
         equal(assemble([shards(replayed)]), assemble([shards(eager)]))
 
 
+def test_the_norm_of_a_replayed_step_is_its_own() -> None:
+    """Asked for after every replay: the gradients differ, and the host was told of the first step only."""
+    t = torch()
+    grads = manager(None, "unsharded", config(**BIG))
+    scale = t.ones((), device="cuda")
+    stream = t.cuda.Stream()
+
+    def one_step() -> None:
+        with grads.micro_step(0, 1):
+            visit(grads, 1.0)
+        for shard in grads.named_gradients().values():
+            t.from_dlpack(shard).mul_(scale)
+
+    with t.cuda.stream(stream):
+        one_step()
+    stream.synchronize()
+    graph = t.cuda.CUDAGraph()
+    with t.cuda.graph(graph, stream=stream):
+        one_step()
+    norms = []
+    with t.cuda.stream(stream):
+        for factor in (1.0, 3.0, 5.0):
+            scale.fill_(factor)
+            graph.replay()
+            norms.append(float(grads.grad_norm()) / factor)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_offload_shows_zeros_after_zero_grad() -> None:
+    grads = manager(None, "sharded", config(**BIG), offload=True)
+    for _ in range(3):
+        step(grads, 1, 1.0)
+        grads.zero_grad()
+        assert not np.any(np.asarray(grads.block_shard(0)["proj"]))
+
+
 def test_micro_steps_captured_one_by_one() -> None:
     """Graphs of the first, a middle and the last micro-step; the middle one runs as often as there are."""
     t = torch()

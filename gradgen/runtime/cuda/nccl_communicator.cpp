@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using cuda::Nccl;
 
-class NcclCommunicator final : public Communicator {
+class NcclCommunicator final : public Communicator, public std::enable_shared_from_this<NcclCommunicator> {
   public:
     NcclCommunicator(std::shared_ptr<Communicator> host, int device, Timeout timeout, const Nccl& nccl)
         : Communicator(host->rank(), host->world_size()),
@@ -65,14 +65,14 @@ class NcclCommunicator final : public Communicator {
             posted.sources = {ReduceSource{mine, true}};
         } else {
             auto* receive = static_cast<char*>(offer.receive);
-            ask(nccl_.GroupStart(), offer.what);
-            for (std::size_t r = 0; r < world && slice > 0; ++r) {
-                if (r == self) continue;
-                const int peer = static_cast<int>(r);
-                ask(nccl_.Send(data + r * slice, slice, cuda::kNcclUint8, peer, comm_, stream), offer.what);
-                ask(nccl_.Recv(receive + r * slice, slice, cuda::kNcclUint8, peer, comm_, stream), offer.what);
-            }
-            ask(nccl_.GroupEnd(), offer.what);
+            grouped(offer.what, [&](auto&& add) {
+                for (std::size_t r = 0; r < world && slice > 0; ++r) {
+                    if (r == self) continue;
+                    const int peer = static_cast<int>(r);
+                    add(nccl_.Send(data + r * slice, slice, cuda::kNcclUint8, peer, comm_, stream));
+                    add(nccl_.Recv(receive + r * slice, slice, cuda::kNcclUint8, peer, comm_, stream));
+                }
+            });
             for (std::size_t r = 0; r < world; ++r)
                 posted.sources.push_back({r == self ? data + self * slice : receive + r * slice, true});
         }
@@ -112,18 +112,25 @@ class NcclCommunicator final : public Communicator {
         const std::lock_guard lock(mutex_);
         check_usable(what);
         auto* on = static_cast<cudaStream_t>(stream);
-        ask(nccl_.GroupStart(), what);
-        for (const Shared& p : pieces)
-            if (p.bytes > 0) ask(nccl_.Broadcast(p.data, p.data, p.bytes, cuda::kNcclUint8, p.root, comm_, on), what);
-        ask(nccl_.GroupEnd(), what);
+        grouped(what, [&](auto&& add) {
+            for (const Shared& p : pieces)
+                if (p.bytes > 0) add(nccl_.Broadcast(p.data, p.data, p.bytes, cuda::kNcclUint8, p.root, comm_, on));
+        });
         follow(what, on);
     }
 
     void register_memory(const std::shared_ptr<Storage>& storage) override {
-        if (nccl_.CommRegister == nullptr || storage->bytes == 0) return;
-        Registered entry{storage, storage->data, storage->bytes, nullptr};
+        if (nccl_.CommRegister == nullptr || nccl_.CommDeregister == nullptr || storage->bytes == 0) return;
+        const std::lock_guard lock(mutex_);
+        Registered entry{storage->data, storage->bytes, nullptr};
         enroll(entry);
         registered_.push_back(entry);
+        // Before it is freed: NCCL would take the next memory at this address for the one whose mappings it has.
+        storage->owner = std::shared_ptr<void>(storage->data,
+                                               [comm = weak_from_this(), memory = storage->owner](void* data) mutable {
+                                                   if (const auto alive = comm.lock()) alive->forget(data);
+                                                   memory.reset();
+                                               });
     }
 
     // Small messages go by the host.
@@ -176,7 +183,6 @@ class NcclCommunicator final : public Communicator {
         Clock::time_point since;
     };
     struct Registered {
-        std::weak_ptr<Storage> storage;
         void* data = nullptr;
         std::size_t bytes = 0;
         void* handle = nullptr;
@@ -221,7 +227,7 @@ class NcclCommunicator final : public Communicator {
         cudaGetLastError();
         if (running) return give_up();
         for (Registered& entry : registered_)
-            if (entry.handle && nccl_.CommDeregister) nccl_.CommDeregister(comm_, entry.handle);
+            if (entry.handle) nccl_.CommDeregister(comm_, entry.handle);
         registered_.clear();
         nccl_.CommDestroy(comm_);
         comm_ = nullptr;
@@ -234,10 +240,17 @@ class NcclCommunicator final : public Communicator {
     }
 
     void enroll(Registered& entry) {
-        const auto alive = entry.storage.lock();
-        if (!alive) return;
         // A library that cannot register still moves the bytes, through buffers of its own.
         if (nccl_.CommRegister(comm_, entry.data, entry.bytes, &entry.handle) != 0) entry.handle = nullptr;
+    }
+
+    void forget(const void* data) {
+        const std::lock_guard lock(mutex_);
+        std::erase_if(registered_, [&](const Registered& entry) {
+            if (entry.data != data) return false;
+            if (entry.handle && comm_ != nullptr) nccl_.CommDeregister(comm_, entry.handle);
+            return true;
+        });
     }
 
     std::string version() const {
@@ -249,8 +262,22 @@ class NcclCommunicator final : public Communicator {
         return text && *text ? text : "no more is known";
     }
 
+    static bool failed(int result) { return result != 0 && result != cuda::kNcclInProgress; }
+
+    /// A group ends whatever its calls say: torch uses the same library on this thread, and would find it open.
+    template <class Calls>
+    void grouped(const std::string& what, Calls&& calls) {
+        ask(nccl_.GroupStart(), what);
+        int first = 0;
+        calls([&](int result) {
+            if (!failed(first)) first = result;
+        });
+        const int end = nccl_.GroupEnd();
+        ask(failed(first) ? first : end, what);
+    }
+
     void ask(int result, const std::string& what) {
-        if (result == 0 || result == cuda::kNcclInProgress) return;
+        if (!failed(result)) return;
         const std::string why = what + " on rank " + std::to_string(rank_) + " of " + std::to_string(world_) + ": " +
                                 nccl_.GetErrorString(result) + ": " + last_error();
         fail(why, result == 6 ? Kind::lost : Kind::comm);

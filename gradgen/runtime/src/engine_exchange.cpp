@@ -106,24 +106,27 @@ void EngineManager::free_slot(Unit& unit) {
 }
 
 // Every buffer holds a block that waits for one before it in plan order, or for more uses of itself, which by the plan
-// come before the unit that asks for room. Those before it are taken as not visited, or as finished.
+// come before the unit that asks for room. Those before it are taken as not visited, or as finished. The one that asks
+// cannot be: blocks behind it that came first keep their buffers until it has been visited.
 void EngineManager::make_room(std::size_t asking) {
     std::size_t ready = next_;
+    const std::size_t end = asking < next_ ? units_.size() : asking;
     const auto takeable = [&](std::size_t u) {
         const bool finished = units_[u].status == Status::sent || (units_[u].status == Status::written && u < asking);
         return finished && exchanged(units_[u]) && units_[u].placement == Placement::sharded;
     };
-    while (ready < units_.size() && !takeable(ready)) {
+    while (ready < end && !takeable(ready)) {
         if (units_[ready].status == Status::out) {
-            ready = units_.size();
+            ready = end;
             break;
         }
         ++ready;
     }
-    if (ready >= units_.size())
+    if (ready >= end)
         throw StateError(model_.name + ", " + where() + ": more blocks are in use at once than block_buffers = " +
                          std::to_string(options_.block_buffers) +
-                         " holds; notify a block before getting the next, or raise block_buffers");
+                         " holds; notify a block before getting the next, raise block_buffers, or mend the order "
+                         "under `backward` (a block keeps its buffer until all before it were visited)");
     for (; next_ <= ready; ++next_) {
         Unit& unit = units_[next_];
         if (unit.status == Status::written) {
@@ -210,13 +213,16 @@ void EngineManager::post(int index) {
         else  // what the sum will overwrite may still be read on the caller's lane
             backend_->join(Lane::exchange, Lane::caller);
     }
+    const auto finish_shared = [&] {
+        while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
+            complete_front();
+    };
     if (comm_->needs_staging() && !receives(unit)) {
         offer.sum = wired;
+        if (!contributes) finish_shared();  // sums in place of a rank without a gradient all lie in the same zeros
     } else if (comm_->needs_staging()) {
         const bool own = sharded && contributes;
-        if (!own)  // the shared staging holds one exchange at a time
-            while (std::any_of(flights_.begin(), flights_.end(), [](const Flight& f) { return f.slot < 0; }))
-                complete_front();
+        if (!own) finish_shared();  // the shared staging holds one exchange at a time
         Slot& staging = own ? slots_[static_cast<std::size_t>(unit.slot)] : full_exchange_;
         offer.receive = staging.receive->data;
         if (contributes && (layout.packed || wired != source)) {

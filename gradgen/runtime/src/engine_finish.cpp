@@ -92,7 +92,7 @@ void EngineManager::measure_everything() {
     if (backend_->on_gpu()) {
         const void* total = backend_->total(Lane::caller);
         backend_->sum_totals({&total, 1}, Lane::caller);
-        norm_known_ = true;
+        norm_known_ = !captured_ || backend_->capturing();  // a replay brings other gradients, and tells nobody
         return;
     }
     nonfinite_ = sum.nonfinite;

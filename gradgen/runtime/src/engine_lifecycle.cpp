@@ -76,7 +76,7 @@ void EngineManager::fail(const std::string& why) {
 void EngineManager::close() {
     if (closed_) return;
     Guard guard(*this, "close", false);
-    flights_.clear();
+    leave_in_flight();
     closed_ = true;
 }
 

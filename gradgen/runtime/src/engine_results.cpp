@@ -77,6 +77,7 @@ void EngineManager::fill_cleared() {
     for (Unit& unit : units_)
         with_buffer(unit, false, true, Lane::caller,
                     [&](void* data) { backend_->fill(data, 0, unit.buffer->bytes, Lane::caller); });
+    if (options_.offload) backend_->synchronize();  // the host reads next
 }
 
 std::vector<std::pair<std::string, TensorShard>> EngineManager::named_gradients() {

@@ -98,7 +98,6 @@ void EngineManager::refuse_impossible() const {
     }
 }
 
-// Work in flight may still read or write this memory: the communicator keeps it until that is over.
 EngineManager::~EngineManager() {
     if (backend_->on_gpu()) {
         try {
@@ -106,12 +105,18 @@ EngineManager::~EngineManager() {
         } catch (...) {  // the device is lost; so are the gradients
         }
     }
+    leave_in_flight();
+}
+
+// Work in flight may still read or write this memory: the communicator keeps it until that is over.
+void EngineManager::leave_in_flight() {
     if (flights_.empty()) return;
     std::vector<std::shared_ptr<Storage>> memory;
     for (const Unit& unit : units_) memory.push_back(unit.buffer);
     for (const Slot& slot : slots_) memory.insert(memory.end(), {slot.arena, slot.receive, slot.send});
     memory.insert(memory.end(), {full_exchange_.receive, full_exchange_.send});
     comm_->adopt(std::move(memory));
+    flights_.clear();
 }
 
 DType EngineManager::wire(bool sharded) const {

@@ -88,6 +88,10 @@ SavedState EngineManager::save_state() {
     if (stage_ == Stage::fresh) return out;
     out.phase = stage_ == Stage::complete ? Phase::complete : Phase::accumulating;
     out.micro_step = micro_step_ + 1, out.micro_steps = micro_steps_;
+    // One rank measures when it is asked for the norm. Those that load this have only parts to measure.
+    const bool unmeasured = out.phase == Phase::complete && !norm_squared_ && !norm_known_;
+    const std::int64_t nonfinite = nonfinite_;
+    if (unmeasured) measure_everything();
     if (out.phase == Phase::complete)
         out.norm_squared = norm_squared_, out.nonfinite = nonfinite_, out.step_skipped = step_skipped_;
     if (out.phase == Phase::complete && norm_known_) {
@@ -95,6 +99,7 @@ SavedState EngineManager::save_state() {
         const ReduceStats total = backend_->read_total();
         out.norm_squared = total.sum_squares, out.nonfinite = total.nonfinite, out.step_skipped = step_skipped_;
     }
+    if (unmeasured) norm_squared_.reset(), norm_known_ = false, nonfinite_ = nonfinite;  // nobody has asked yet
     for (const Unit& unit : units_) {
         // What is saved outlives the step, and is read by the host.
         const std::shared_ptr<Storage> bytes = backend_->on_gpu() ? backend_->to_host(unit.buffer) : unit.buffer;
@@ -151,6 +156,8 @@ void EngineManager::check_states(std::span<const SavedState> states) const {
                    std::to_string(options_.seed) + ", and stochastic rounding depends on it");
     }
     if (first.step < 0 || first.step > std::int64_t{1} << 62) refuse("there is no step " + std::to_string(first.step));
+    if (first.phase == Phase::complete && !first.norm_squared && world > 1)
+        refuse("the norm of the gradients is missing, which a rank cannot tell from its part of them");
     if (first.phase == Phase::accumulating && !(first.micro_step >= 1 && first.micro_step < first.micro_steps))
         refuse("there is no place after " + moment(first));
     const bool whole = std::find(seen.begin(), seen.end(), false) == seen.end();

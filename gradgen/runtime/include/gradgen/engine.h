@@ -228,6 +228,7 @@ class EngineManager : public GradientManager {
     void refuse_impossible() const;
     void agree(const std::string& refusal);
     std::shared_ptr<Storage> allocate(std::int64_t bytes, std::int64_t& account, bool shareable);
+    void leave_in_flight();
     void prepare_lists();
     // engine_exchange.cpp: collectives in plan order
     bool staged(const Unit& unit) const;
