@@ -194,7 +194,8 @@ def _with_pass(
     except NoPass as reason:
         note = (
             f"it could not be run here ({reason}): every gradient starts at zero (zero: always), and the order of `backward` "
-            "is the reverse of the declarations"
+            "is the reverse of the declarations; a weight without a gradient needs may_be_absent: true. "
+            "gradgen.infer(module, inputs={'name': tensor}) in Python runs it"
         )
         return replace(facts, no_backward=str(reason), notes=(*facts.notes, note))
     notes = [

@@ -226,7 +226,11 @@ def _values(
     if preset is None:
         if not values and model.dims:
             known = ", ".join(candidate.name for candidate in model.presets) or "none"
-            raise UsageError(f"{model.name} needs a preset or values of its dims; presets: {known}")
+            wanted = " ".join(f"--set {dim.name}=N" for dim in model.dims if dim.default is None)
+            raise UsageError(
+                f"{model.name} needs a preset or values of its dims; presets: {known}"
+                + (f"; values: {wanted}" if wanted else "")
+            )
         return dict(values or {})
     return preset_values(model, preset) | dict(values or {})
 

@@ -167,6 +167,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Inverse of `state_dict`, for the same rank, world size and strategy; nothing is changed when it
         raises ValueError.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                f"load_state_dict takes the dict that this rank's state_dict() gave, not a {type(state_dict).__name__}; "
+                "optimizer state is divided like the gradients: resume at the number of ranks that saved it"
+            )
         for key, want in (
             ("world_size", self._grads.world_size),
             ("rank", self._grads.rank),

@@ -188,7 +188,8 @@ bool EngineManager::visit(Unit& unit, int weight) {
                          std::to_string(options_.block_buffers) + ")");
     if (unit.status == Status::sent || unit.status == Status::done)
         throw StateError(at + ": visit " + std::to_string(unit.visits + 1) +
-                         " comes after its gradients were summed; declare the number of visits in the spec (uses: " +
+                         " comes after its gradients were summed; run one backward pass in a micro-step, or declare "
+                         "the number of visits in the spec (uses: " +
                          std::to_string(std::max(2, unit.visits + 1)) + ")");
     return unit.status == Status::written;
 }

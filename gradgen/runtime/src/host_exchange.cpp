@@ -224,8 +224,10 @@ void HostWorld::drop_drained(std::uint64_t sequence) {
 }
 
 void HostWorld::wait_drained(Ticket ticket) {
-    if (drained(ticket)) return;
+    if (stale(ticket)) return check_usable("wait_drained");
+    // What all ranks have read is over: a rank that failed afterwards does not spoil it. wait() looks in that order.
     const std::uint64_t sequence = sequence_of(ticket, "wait_drained");
+    if (closed_ || !in_owner_process()) check_usable("wait_drained");
     wait([&](int r) { return is_drained(sequence, r); }, [&] { return "the end of " + describe(rank_, sequence); });
     drop_drained(sequence);
 }
