@@ -1,6 +1,6 @@
 """Tiny models of every architecture: gradients through `attach` are plain autograd's, at several world sizes.
 
-A run takes half of the architectures and some strategies for each, others for another commit; GRADGEN_EVERY=1 takes
+A run takes a third of the architectures and some strategies for each, others for another commit; GRADGEN_EVERY=1 takes
 all of both.
 """
 
@@ -44,7 +44,7 @@ def chosen(spec: str, world: int) -> tuple[str, ...]:
 
 
 def skip_unless_its_turn(spec: str) -> None:
-    turns = (turn() + list(ARCHITECTURES).index(spec)) % 2 == 0
+    turns = (turn() + list(ARCHITECTURES).index(spec)) % 3 == 0
     if spec not in ALWAYS and not turns and not os.environ.get("GRADGEN_EVERY"):
         pytest.skip("its turn is another commit's; GRADGEN_EVERY=1 runs all")
 
