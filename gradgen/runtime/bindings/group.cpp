@@ -26,6 +26,10 @@ GroupCommunicator::~GroupCommunicator() {
         static auto* const forever = new std::vector<std::shared_ptr<Storage>>;
         forever->insert(forever->end(), adopted_.begin(), adopted_.end());
         forever->push_back(zeros_);
+        // Nor are the works and the group: its threads are in the middle of them, and its destructor would end the
+        // process.
+        for (Pending& p : pending_) p.work.release();
+        transport_.release();
     }
     pending_.clear();
     transport_ = py::object();
