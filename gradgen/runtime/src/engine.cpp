@@ -340,7 +340,9 @@ void EngineManager::end_micro_step() {
     guarded(failure_, [&] {
         settle(kEverything);
         issue(true);
-        if (backend_->capturing()) {  // whatever a capture forks must join before it ends
+        // Whatever a capture forks must join before it ends; and a replay, which the host does not see, starts where the
+        // caller's stream is.
+        if (captured_) {
             progress();
             backend_->join(Lane::caller, Lane::exchange);
             backend_->join(Lane::caller, Lane::offload);
