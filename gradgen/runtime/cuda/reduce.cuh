@@ -11,7 +11,7 @@
 
 namespace gradgen::cuda {
 
-/// One launch's view of ReduceParams for the types at hand.
+/// One launch's view of its parameters for the types at hand.
 template <class T, class S, bool kStochastic, bool kWire, bool kMany>
 struct Reducer {
     using V = Compute<T>;
@@ -19,12 +19,13 @@ struct Reducer {
     static constexpr int kUnroll = kMany ? 2 : 1;
     static constexpr int kBatch = !kMany ? 1 : 8 / static_cast<int>(sizeof(S));
 
-    const ReduceParams& p;
+    using Params = ReduceParamsOf<kMany ? kMaxSources : 1>;
+    const Params& p;
     RandomStream random, wire_random;
     V factor;
     float device_factor;
 
-    __device__ __forceinline__ explicit Reducer(const ReduceParams& params)
+    __device__ __forceinline__ explicit Reducer(const Params& params)
         : p(params), random(params.rounding, params.counters), wire_random(params.wire_rounding, params.counters) {
         factor = static_cast<V>(p.scale);
         device_factor = p.device_scale ? *p.device_scale : 1.0f;
@@ -207,7 +208,7 @@ template <class T, class S, bool kStochastic, bool kWire, bool kMany>
 __global__ void __launch_bounds__(kThreads, kMany            ? 2
                                             : sizeof(S) == 2 ? 5
                                                              : 4)
-    reduce_kernel(const __grid_constant__ ReduceParams p) {
+    reduce_kernel(const __grid_constant__ ReduceParamsOf<kMany ? kMaxSources : 1> p) {
     const int step = static_cast<int>(gridDim.x), last = p.walk.count - 1;
     CudaTile next = load_tile(p.walk.tiles + blockIdx.x);
     wait_for_stream();
@@ -225,7 +226,10 @@ __global__ void __launch_bounds__(kThreads, kMany            ? 2
 
 template <class T, class S, bool kStochastic, bool kWire>
 void launch_reduce(const ReduceParams& p, CudaStream stream) {
-    if (p.count == 1) return launch<reduce_kernel<T, S, kStochastic, kWire, false>>(p, stream, "cuda_reduce");
+    if (p.count == 1) {
+        const ReduceParamsOf<1> one{p, {p.sources[0]}, {p.ranks[0]}};
+        return launch<reduce_kernel<T, S, kStochastic, kWire, false>>(one, stream, "cuda_reduce");
+    }
     launch<reduce_kernel<T, S, kStochastic, kWire, true>>(p, stream, "cuda_reduce");
 }
 

@@ -10,10 +10,8 @@ namespace gradgen::cuda {
 
 inline constexpr int kMaxSources = 64;
 
-struct ReduceParams {
-    const void* sources[kMaxSources];
-    std::uint8_t ranks[kMaxSources];  // of the sources, before those without data were left out
-    std::uint64_t packed = 0;         // bit r: sources[r] lies at shard offsets
+struct ReduceChoices {
+    std::uint64_t packed = 0;  // bit r: sources[r] lies at shard offsets
     void* target = nullptr;
     Walk walk;
     CudaStats* stats = nullptr;
@@ -31,6 +29,14 @@ struct ReduceParams {
     // multiple of 16 bytes.
     int arena_mask = 0, shard_mask = 0, unaligned = 0;
 };
+
+/// A launch copies its parameters: with room for one source they are a quarter as large, which the host's time shows.
+template <int kSources>
+struct ReduceParamsOf : ReduceChoices {
+    const void* sources[kSources];
+    std::uint8_t ranks[kSources];  // of the sources, before those without data were left out
+};
+using ReduceParams = ReduceParamsOf<kMaxSources>;
 
 /// Defined in reduce_*.cu, one file a target type, so that they compile in parallel.
 template <class T, class S>
